@@ -1,0 +1,26 @@
+"""Multi-token prediction for MLX: the same text, sooner.
+
+The functions are mlx-lm's: ``load``, ``generate``, ``stream_generate``, ``convert``.
+"""
+
+from ._version import __version__
+from .convert import convert
+from .generate import (
+    GenerationResponse,
+    generate,
+    mtp_generate_step,
+    stream_generate,
+)
+from .load import load
+from .speculative.stats import SpeculationStats
+
+__all__ = [
+    "GenerationResponse",
+    "SpeculationStats",
+    "__version__",
+    "convert",
+    "generate",
+    "load",
+    "mtp_generate_step",
+    "stream_generate",
+]

@@ -1,0 +1,32 @@
+"""What the command lines share: a user's mistake is one line, never a traceback."""
+
+import os
+import sys
+from collections.abc import Callable
+
+MAX_MESSAGE = 400
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on one line, cut where a list of names would go on."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
+
+
+def run(command: Callable[[], None]) -> None:
+    """Run a command's body; exit with 1 on a user's mistake, 130 on Ctrl-C."""
+    try:
+        command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has left, as in `generate.py … | head`. Python would complain again
+        # when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

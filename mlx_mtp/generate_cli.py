@@ -1,0 +1,158 @@
+"""``python generate.py``: flags of mlx-lm's command, plus ``--mtp`` and ``--json``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .cli import run
+from .generate import (
+    MAX_DRAFT_TOKENS,
+    MAX_TOKENS,
+    NUM_DRAFT_TOKENS,
+    PREFILL_STEP_SIZE,
+    check_num_draft_tokens,
+    stream_generate,
+)
+from .load import DEMO_PATH, load
+from .response import print_stream
+
+
+def num_draft_tokens(text: str) -> int:
+    try:
+        return check_num_draft_tokens(int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 0 to {MAX_DRAFT_TOKENS}, not {text}"
+        ) from None
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
+    return int(text)
+
+
+def max_tokens(text: str) -> int:
+    return -1 if text == "-1" else positive(text)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description="Generate text, with multi-token prediction."
+    )
+    parser.add_argument(
+        "--model",
+        default=str(DEMO_PATH),
+        help="directory written by convert.py, or a Hugging Face repository of that "
+        "form; default: the tiny demo model in the package",
+    )
+    parser.add_argument(
+        "--mtp", action="store_true", help="draft with the model's MTP head"
+    )
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=num_draft_tokens,
+        default=NUM_DRAFT_TOKENS,
+        metavar="K",
+        help=f"drafts per round with --mtp, 0 to {MAX_DRAFT_TOKENS} (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--prompt", "-p", required=True, help="the prompt; '-' reads standard input"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        "-m",
+        type=max_tokens,
+        default=MAX_TOKENS,
+        help="tokens to generate at most, -1 for no limit (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ignore-chat-template",
+        action="store_true",
+        help="use the raw prompt without the tokenizer's chat template",
+    )
+    parser.add_argument("--system-prompt", help="system message of the chat template")
+    parser.add_argument(
+        "--chat-template-config",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="more arguments of the chat template, such as "
+        "'{\"enable_thinking\": false}'",
+    )
+    parser.add_argument(
+        "--prefill-step-size",
+        type=positive,
+        default=PREFILL_STEP_SIZE,
+        help="prompt tokens per prefill chunk (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document and nothing else"
+    )
+    return parser.parse_args(argv)
+
+
+def prompt_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> list[int]:
+    """The prompt's ids: escapes, standard input and chat template as in mlx-lm."""
+    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = sys.stdin.read() if text == "-" else text
+    if not text:
+        raise ValueError("the prompt is empty; give some text with --prompt")
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(text)
+    messages = [{"role": "user", "content": text}]
+    if args.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    text = tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=True,
+        **args.chat_template_config,
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def generate_from_args(args: argparse.Namespace) -> None:
+    model, tokenizer = load(args.model, mtp=args.mtp)
+    if args.mtp and model.mtp is None:
+        raise ValueError(
+            f"{args.model} has no MTP head; convert the original with convert.py, or "
+            "leave --mtp out"
+        )
+    responses = stream_generate(
+        model,
+        tokenizer,
+        prompt_of(args, tokenizer),
+        max_tokens=args.max_tokens,
+        mtp=args.mtp,
+        num_draft_tokens=args.num_draft_tokens,
+        prefill_step_size=args.prefill_step_size,
+    )
+    if not args.json:
+        print_stream(responses)
+        return
+    collected = list(responses)
+    last = collected[-1]
+    document = {
+        "text": "".join(response.text for response in collected),
+        "tokens": [response.token for response in collected],
+        "finish_reason": last.finish_reason,
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "prompt_tps": last.prompt_tps,
+        "generation_tps": last.generation_tps,
+        "peak_memory": last.peak_memory,
+        "mtp": args.mtp,
+        "k": args.num_draft_tokens if args.mtp else 0,
+        **last.stats.as_dict(),
+    }
+    print(json.dumps(document))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    run(lambda: generate_from_args(args))

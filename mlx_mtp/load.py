@@ -1,0 +1,140 @@
+"""Directory or repository -> (model, tokenizer), the head attached as ``model.mtp``.
+
+Reads the marker in ``config.json`` and never guesses: a head that is unmarked,
+incomplete or of the wrong shape is refused, so a random head never runs.
+"""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import infer_quant_config, load_model, load_tokenizer
+
+from .checkpoint import MTP_FILE, MTP_PREFIX, read_marker
+from .hub import LOAD_PATTERNS, resolve
+from .models import family_of
+from .safetensors_check import check_file
+from .source import read_config
+
+DEMO_PATH = Path(__file__).parent / "demo"
+CONVERT_HINT = "python convert.py --hf-path ORIGINAL_MODEL --mlx-path NEW_DIRECTORY"
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    *,
+    lazy: bool = False,
+    mtp: bool = True,
+    tokenizer_config: dict | None = None,
+    revision: str | None = None,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a directory that ``convert`` or mlx-lm wrote, or such a repository.
+
+    Args:
+        path_or_hf_repo: a directory, or ``owner/name`` on the Hugging Face hub.
+        lazy: leave the weights on disk until they are used. Default: ``False``.
+        mtp: attach the head if there is one. Default: ``True``.
+        tokenizer_config: keyword arguments for the tokenizer.
+        revision: branch, tag or commit of a repository.
+
+    Returns:
+        mlx-lm's model, which stock functions such as ``mlx_lm.generate_step`` take as
+        well, with ``model.mtp`` the head or ``None``; and mlx-lm's tokenizer wrapper.
+
+    Raises:
+        ValueError: the directory cannot be run as it is; says why and the way out.
+    """
+    path = resolve(path_or_hf_repo, LOAD_PATTERNS, revision)
+    config = read_config(path)
+    family = family_of(config)
+    marker = read_marker(config)
+    check_files(path)
+    head_file = path / MTP_FILE
+    if head_file.exists() and marker is None:
+        raise ValueError(
+            f"{head_file} is not marked in config.json, so its norm convention is "
+            f"unknown; convert the original again: {CONVERT_HINT}"
+        )
+    if mtp and marker is not None and not head_file.exists():
+        raise ValueError(
+            f"{path / 'config.json'} promises an MTP head, but {MTP_FILE} is missing; "
+            f"convert the original again: {CONVERT_HINT}"
+        )
+    model, _ = load_model(path, lazy=lazy)
+    family.make_rewindable(model)
+    model.mtp = None
+    if mtp and marker is not None:
+        model.mtp = load_head(head_file, family.MTPHead(family.head_args(model)), lazy)
+    tokenizer = load_tokenizer(
+        path, tokenizer_config, eos_token_ids=config.get("eos_token_id")
+    )
+    return model, tokenizer
+
+
+def check_files(path: Path) -> None:
+    """Refuse weight files that are missing, damaged or in Hugging Face's raw layout."""
+    files = sorted(path.glob("model*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} holds no model*.safetensors")
+    for file in (*files, *path.glob(MTP_FILE)):
+        header = check_file(file)
+        for name, info in header.tensors.items():
+            if name.endswith("conv1d.weight") and info.shape[-1] != 1:
+                raise ValueError(
+                    f"{path} is in Hugging Face's raw layout; convert it first: "
+                    f"python convert.py --hf-path {path} --mlx-path NEW_DIRECTORY"
+                )
+
+
+def load_head(file: Path, head: nn.Module, lazy: bool) -> nn.Module:
+    """Fill a freshly built head from its file; every tensor must fit.
+
+    Raises:
+        ValueError: names the tensors that are missing, unknown or of the wrong shape.
+    """
+    weights = {
+        name.removeprefix(MTP_PREFIX): value
+        for name, value in mx.load(str(file)).items()
+    }
+    check_head_names(file, weights, head)
+
+    def quantization(path: str, module: nn.Module) -> bool | dict:
+        if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):
+            return False
+        return infer_quant_config(path, module, weights)
+
+    nn.quantize(head, class_predicate=quantization)
+    expected = dict(tree_flatten(head.parameters()))
+    wrong = [
+        f"{name} is {weights[name].shape if name in weights else 'missing'}, "
+        f"not {value.shape}"
+        for name, value in expected.items()
+        if name not in weights or weights[name].shape != value.shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{file} does not fit the model: {'; '.join(wrong[:3])}; "
+            f"convert the original again: {CONVERT_HINT}"
+        )
+    head.load_weights(list(weights.items()))
+    head.eval()
+    if not lazy:
+        mx.eval(head.parameters())
+    return head
+
+
+def check_head_names(file: Path, weights: dict[str, mx.array], head: nn.Module) -> None:
+    """Every parameter has a tensor and every tensor a parameter."""
+    parameters = {name for name, _ in tree_flatten(head.parameters())}
+    packed = {n.rsplit(".", 1)[0] for n in weights if n.endswith(".scales")}
+    extras = {f"{p}.{kind}" for p in packed for kind in ("scales", "biases")}
+    missing = sorted(parameters - set(weights))
+    unknown = sorted(set(weights) - parameters - extras)
+    for what, names in (("lacks", missing), ("holds unknown", unknown)):
+        if names:
+            raise ValueError(
+                f"{file} {what} {len(names)} tensor(s): {', '.join(names[:3])}; "
+                f"convert the original again: {CONVERT_HINT}"
+            )

@@ -1,0 +1,50 @@
+"""What generation yields, and how it is printed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mlx_lm.generate import GenerationResponse as BaseResponse
+
+from .speculative.stats import SpeculationStats
+
+RULE = "=" * 10
+
+
+@dataclass
+class GenerationResponse(BaseResponse):
+    """One token of the output: mlx-lm's response and the speculation counters.
+
+    Args:
+        stats: counters over all rounds read so far; zero without MTP.
+    """
+
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+def print_stream(responses: Iterable[GenerationResponse]) -> str:
+    """Print and return the text; mlx-lm's layout, with a line on MTP where it ran."""
+    print(RULE)
+    text, last = [], None
+    for last in responses:
+        print(last.text, end="", flush=True)
+        text.append(last.text)
+    print(f"\n{RULE}")
+    print(
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {last.generation_tokens} tokens, "
+        f"{last.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {last.peak_memory:.3f} GB"
+    )
+    stats = last.stats
+    if stats.num_drafts:
+        per_position = ", ".join(
+            f"{count / stats.num_drafts:.2f}"
+            for count in stats.num_accepted_tokens_per_pos
+        )
+        print(
+            f"MTP: K = {len(stats.num_accepted_tokens_per_pos)}, "
+            f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted "
+            f"(rate {stats.acceptance_rate:.3f}; by position {per_position}), "
+            f"{stats.mean_acceptance_length:.2f} tokens per round"
+        )
+    return "".join(text)

@@ -1,0 +1,219 @@
+"""Opens a checkpoint as its authors published it and sorts its tensors.
+
+Everything is decided from the config and the files' headers, over the whole source at
+once. Tensors are read lazily. Knows no conversion.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load_config
+
+from .cli import one_line
+from .messages import listing
+from .models import family_of
+from .safetensors_check import Header, TensorInfo, check_file
+
+CONV_WEIGHT = "conv1d.weight"
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+QUANTIZED_SUFFIXES = (
+    ".qweight",
+    ".scales",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+)
+QUANTIZED_CONFIG = ("quantization", "quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint: its config, its family and where each tensor lies."""
+
+    path: Path
+    config: dict[str, Any]
+    family: ModuleType
+    headers: dict[Path, Header]
+    files: dict[str, Path]
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The config of the text model, which the flat form has at top level."""
+        return self.config.get("text_config", self.config)
+
+    def info(self, key: str) -> TensorInfo:
+        return self.headers[self.files[key]].tensors[key]
+
+    def load(self, keys: Iterable[str]) -> dict[str, mx.array]:
+        """The tensors of ``keys``, unread until they are used."""
+        by_file = defaultdict(list)
+        for key in keys:
+            by_file[self.files[key]].append(key)
+        tensors = {}
+        for file, names in by_file.items():
+            try:
+                arrays = mx.load(str(file))
+            except RuntimeError as error:
+                raise ValueError(f"cannot read {file}: {one_line(error)}") from error
+            tensors |= {name: arrays[name] for name in names}
+        return tensors
+
+
+@dataclass
+class Parts:
+    """A source's tensors by purpose. ``head`` maps the head's own names to keys."""
+
+    main: list[str] = field(default_factory=list)
+    head: dict[str, str] = field(default_factory=dict)
+    vision: list[str] = field(default_factory=list)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A checkpoint's ``config.json``, read as mlx-lm reads it.
+
+    Raises:
+        ValueError: if it is missing or not a configuration.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} has no config.json; is it a checkpoint's directory?")
+    try:
+        config = load_config(path)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read: {one_line(error)}") from error
+    text = config.get("text_config", {}) if isinstance(config, dict) else None
+    if not isinstance(text, dict):
+        raise ValueError(f"{file} does not hold a model's configuration")
+    return config
+
+
+def open_source(path: Path) -> Source:
+    """Read the config and the header of every ``*.safetensors`` file.
+
+    Raises:
+        ValueError: for an unsupported model, a missing or damaged file, a tensor that
+            is in two files, or a checkpoint that is already converted or quantised.
+    """
+    config = read_config(path)
+    family = family_of(config)
+    # Finder's "._*" companions are no checkpoint files.
+    found = sorted(f for f in path.glob("*.safetensors") if f.name[0] != ".")
+    _check_index(path)
+    if not found:
+        raise ValueError(f"{path} holds no *.safetensors file")
+    headers = {file: check_file(file) for file in found}
+    files: dict[str, Path] = {}
+    for file, header in headers.items():
+        if twice := [key for key in header.tensors if key in files]:
+            raise ValueError(
+                f"{file.name} and {files[twice[0]].name} in {path} both hold "
+                f"{listing(twice)}; remove one of the files"
+            )
+        files |= dict.fromkeys(header.tensors, file)
+    source = Source(path, config, family, headers, files)
+    _refuse_converted(source)
+    _refuse_quantized(source)
+    return source
+
+
+def sort_tensors(source: Source) -> Parts:
+    """Sort every tensor into target, head and vision tower.
+
+    Raises:
+        ValueError: for a draft head under an unknown prefix or under two of them, and
+            for tensors of a type that is not floating point.
+    """
+    spec, parts, unknown = source.family.SPEC, Parts(), []
+    for key in source.files:
+        prefix = next((p for p in spec.prefixes if key.startswith(p)), None)
+        if prefix is not None:
+            other = parts.head.setdefault(key.removeprefix(prefix), key)
+            if other != key:
+                raise ValueError(f"{key} and {other} are the same tensor of the head")
+        elif key.startswith(source.family.VISION_PREFIXES):
+            parts.vision.append(key)
+        elif "mtp" in key.split("."):
+            unknown.append(key)
+        else:
+            parts.main.append(key)
+    if unknown:
+        raise ValueError(
+            f"MTP tensors under an unknown prefix: {listing(unknown)}; "
+            f"known prefixes are {', '.join(spec.prefixes)}"
+        )
+    kept = [*parts.main, *parts.head.values()]
+    types = {key: source.info(key).dtype for key in kept}
+    if odd := [f"{key} ({t})" for key, t in types.items() if t not in FLOAT_DTYPES]:
+        raise ValueError(_quantized(source.path, listing(odd)))
+    return parts
+
+
+def _check_index(path: Path) -> None:
+    """Every file that an index names must be there."""
+    for index in sorted(path.glob("*.safetensors.index.json")):
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+            missing = sorted(name for name in named if not (path / name).is_file())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} cannot be read: {one_line(error)}") from error
+        if missing:
+            raise ValueError(
+                f"{path} lacks {listing(missing)}, named in {index.name}; "
+                "download the checkpoint again"
+            )
+
+
+def _refuse_converted(source: Source) -> None:
+    """Raw files hold convolutions as [C, 1, K], converted ones as [C, K, 1]."""
+    way_out = "convert the model's original Hugging Face repository instead"
+    marked = [
+        f.name for f, h in source.headers.items() if h.metadata.get("format") == "mlx"
+    ]
+    if marked:
+        raise ValueError(
+            f"{source.path} is already in MLX format ({listing(marked)}); {way_out}"
+        )
+    shapes = {
+        key: source.info(key).shape
+        for key in source.files
+        if key.endswith(CONV_WEIGHT)
+        and not key.startswith(source.family.VISION_PREFIXES)
+    }
+    raw = [key for key, s in shapes.items() if len(s) == 3 and s[1] == 1 != s[2]]
+    moved = [f"{key} {list(s)}" for key, s in shapes.items() if key not in raw]
+    if raw and moved:
+        raise ValueError(
+            f"{source.path} mixes raw and converted tensors ({listing(moved)}, but "
+            f"{raw[0]} {list(shapes[raw[0]])}); {way_out}"
+        )
+    if not raw:
+        found = listing(moved) or f"no {CONV_WEIGHT}"
+        raise ValueError(
+            f"{source.path} is not in the original layout ({found}); {way_out}"
+        )
+
+
+def _refuse_quantized(source: Source) -> None:
+    packed = [key for key in source.files if key.endswith(QUANTIZED_SUFFIXES)]
+    stated = [
+        name
+        for name in QUANTIZED_CONFIG
+        if source.config.get(name) or source.text_config.get(name)
+    ]
+    if (source.path / "hf_quant_config.json").exists():
+        stated.append("hf_quant_config.json")
+    if packed or stated:
+        raise ValueError(_quantized(source.path, listing(packed or stated)))
+
+
+def _quantized(path: Path, found: str) -> str:
+    return (
+        f"{path} is quantised ({found}); convert the original checkpoint, in bfloat16, "
+        "float16 or float32"
+    )

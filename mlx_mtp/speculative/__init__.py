@@ -1,0 +1,1 @@
+"""The engine core. It knows no model family, no tokenizer and no file."""

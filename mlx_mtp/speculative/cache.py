@@ -1,0 +1,227 @@
+"""Caches that can be rewound to an accept count which no one has read on the host.
+
+Protocol of every cache here, rows being the sequences of a batch:
+
+* a forward appends one *block* of T tokens per row;
+* between ``prepare(lengths)`` and ``finalize()`` only the first ``lengths[b]`` tokens
+  of the block are real (prompts of different lengths);
+* ``keep(n)``, ``n`` an int32 array [B], rewinds to the first ``n[b]`` tokens of the
+  last block. It reads nothing and may stay pending until the next forward;
+* ``commit()`` carries out a pending rewind. Whoever lets the arrays out of the engine
+  calls it first: a stop, a copy, saving, a change of rows;
+* ``filter(rows)`` and ``extend(other)`` remove and append rows;
+* ``snapshot()`` and ``restore(s)`` keep and put back a state by reference.
+
+``limit`` of a KV cache is the host's upper bound of its positions; the engine lowers it
+to the exact value whenever it has read a round.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, _BaseCache
+
+MAX_BLOCK = 9  # rows of a verify block: the pending token and at most 8 drafts
+
+
+class KVSnapshot(NamedTuple):
+    offset: mx.array
+    block_start: mx.array
+    limit: int
+    exact: bool
+
+
+class RewindableKVCache(_BaseCache):
+    """KV cache with a position per row. ``offset`` is an int32 array [B].
+
+    Entries at or past ``offset`` are left over, masked, and overwritten later, so a
+    rewind only moves ``offset``. The buffers have no second owner between two forwards:
+    a reference to one would make the next write copy all of it.
+
+    Shapes:
+        keys, values: [B, heads, capacity, head_dim]
+    """
+
+    step = 256  # tokens by which the buffers grow
+
+    def __init__(self, batch_size: int = 1):
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = mx.zeros((batch_size,), mx.int32)
+        self.block_start = self.offset
+        self.limit = 0
+        self.exact = True  # every row stands at ``limit``
+        self._lengths: mx.array | None = None
+
+    def make_mask(
+        self, num_new: int, return_array: bool = False, **_: Any
+    ) -> mx.array | str | None:
+        """Boolean [B, 1, T, limit + T]: a row sees its own past and itself.
+
+        Where all rows stand at ``limit``, what mlx-lm's own caches return.
+        """
+        if self.exact and not return_array:
+            return None if num_new == 1 else "causal"
+        last = self.offset[:, None] + mx.arange(num_new)  # [B, T]
+        visible = mx.arange(self.limit + num_new)
+        return (visible <= last[..., None])[:, None]
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Write a block behind ``offset``; return what the mask covers."""
+        num_new = keys.shape[2]
+        end = self.limit + num_new
+        self.keys = self._with_capacity(self.keys, keys, end)
+        self.values = self._with_capacity(self.values, values, end)
+        # A write past the end would corrupt memory without an error.
+        assert self.keys.shape[2] >= end
+        at = (self.offset[:, None] + mx.arange(num_new))[:, None, :, None]
+        self.keys = mx.put_along_axis(self.keys, at, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, at, values, axis=2)
+        self.block_start = self.offset
+        self.offset = self.offset + num_new
+        self.limit = end
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def _with_capacity(
+        self, buffer: mx.array | None, like: mx.array, size: int
+    ) -> mx.array:
+        have = 0 if buffer is None else buffer.shape[2]
+        if have >= size:
+            return buffer
+        more = -(-size // self.step) * self.step - have
+        room = mx.zeros((*like.shape[:2], more, like.shape[3]), like.dtype)
+        return room if buffer is None else mx.concatenate([buffer, room], axis=2)
+
+    def prepare(self, lengths: mx.array) -> None:
+        self._lengths = lengths
+
+    def finalize(self) -> None:
+        self.keep(self._lengths)
+        self._lengths = None
+
+    def keep(self, n: mx.array) -> None:
+        self.offset = self.block_start + n
+        self.exact = False
+
+    def commit(self) -> None:
+        """Nothing is ever pending: ``keep`` has moved ``offset``."""
+
+    def rewind(self, offset: mx.array, limit: int) -> None:
+        """Go back to an earlier position."""
+        self.offset, self.limit, self.exact = offset, limit, False
+
+    def filter(self, rows: mx.array) -> None:
+        self.offset, self.block_start = self.offset[rows], self.block_start[rows]
+        if self.keys is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def extend(self, other: "RewindableKVCache") -> None:
+        rows, more = self.offset.shape[0], other.offset.shape[0]
+        self.limit, self.exact = max(self.limit, other.limit), False
+        for name in ("keys", "values"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours is None and theirs is None:
+                continue
+            shape = (ours if ours is not None else theirs).shape
+            ours, theirs = (
+                mx.zeros((count, shape[1], 0, shape[3])) if x is None else x
+                for x, count in ((ours, rows), (theirs, more))
+            )
+            size = max(ours.shape[2], theirs.shape[2])
+            dtype = (ours if ours.size else theirs).dtype
+            parts = [
+                mx.pad(
+                    x.astype(dtype), [(0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)]
+                )
+                for x in (ours, theirs)
+            ]
+            setattr(self, name, mx.concatenate(parts))
+        self.offset = mx.concatenate([self.offset, other.offset])
+        self.block_start = mx.concatenate([self.block_start, other.block_start])
+
+    def snapshot(self) -> KVSnapshot:
+        """Positions only: what lies below them is never overwritten."""
+        return KVSnapshot(self.offset, self.block_start, self.limit, self.exact)
+
+    def restore(self, snapshot: KVSnapshot) -> None:
+        self.offset, self.block_start, self.limit, self.exact = snapshot
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The arrays to evaluate."""
+        return [x for x in (self.keys, self.values, self.offset) if x is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+
+# (block, n) -> the layer's arrays after the first n[b] tokens of the block.
+Replay = Callable[[Any, mx.array], tuple[mx.array, ...]]
+
+
+class RecurrentSnapshot(NamedTuple):
+    arrays: tuple[mx.array | None, ...]
+    block: Any
+    replay: Replay | None
+    pending: mx.array | None
+
+
+class RecurrentCache(ArraysCache):
+    """Fixed-size states of a recurrent layer, such as conv window and recurrent state.
+
+    Arrays are values, so keeping the state before a block costs a reference. A layer
+    that
+    has run a short block records it: ``replay(block, n)`` must return the states after
+    the block's first ``n`` tokens. Long blocks (prefill) are not recorded and cannot be
+    rewound; ragged ones are cut with ``lengths`` instead.
+    """
+
+    def __init__(self, size: int = 2):
+        super().__init__(size)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.block = self.replay = self.pending = None
+
+    def record(self, block: Any, replay: Replay) -> None:
+        """Called by the layer after a block of at most ``MAX_BLOCK`` tokens."""
+        assert self.pending is None
+        self.block, self.replay = block, replay
+
+    def keep(self, n: mx.array) -> None:
+        if self.block is None:
+            raise ValueError(
+                f"the last block cannot be rewound: it had more than {MAX_BLOCK} tokens"
+            )
+        self.pending = n
+
+    def commit(self) -> None:
+        if self.pending is not None:
+            self.cache = list(self.replay(self.block, self.pending))
+        self._forget()
+
+    def filter(self, rows: mx.array) -> None:
+        self.commit()
+        super().filter(rows)
+
+    def extend(self, other: "RecurrentCache") -> None:
+        self.commit()
+        other.commit()
+        super().extend(other)
+
+    def snapshot(self) -> RecurrentSnapshot:
+        return RecurrentSnapshot(
+            tuple(self.cache), self.block, self.replay, self.pending
+        )
+
+    def restore(self, snapshot: RecurrentSnapshot) -> None:
+        arrays, self.block, self.replay, self.pending = snapshot
+        self.cache = list(arrays)
+        self.lengths = None

@@ -1,0 +1,146 @@
+"""Prefill, then rounds; the host reads a round while the next one exists already.
+
+A round's graph needs no value of the round before it on the host. So it is built while
+that round runs, and handed to the device before the round is read (``depth`` 1) or the
+moment it has been read (``depth`` 0).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .prefill import Progress, prefill
+from .round import Block, Engine
+
+# A round in flight keeps the KV buffers from being written in place, so a second one
+# copies them. Above this size the copy costs more than the launch latency it hides.
+PIPELINE_KV_BYTES = 8 << 20
+CLEAR_CACHE_ROUNDS = 256
+
+
+class ReadRound(NamedTuple):
+    """A round on the host.
+
+    Args:
+        tokens: per row, the tokens it emits: accepted drafts, then one of the target's.
+        num_draft_tokens: drafts per row in this round.
+        logprobs: [B, T, V], lazy; row i belongs to the i-th token.
+    """
+
+    tokens: list[list[int]]
+    num_draft_tokens: int
+    logprobs: mx.array
+
+
+def read(packed: mx.array) -> list[list[int]]:
+    """The loop's one host read per round: kept count and tokens of every row."""
+    return packed.tolist()
+
+
+def pack(block: Block) -> mx.array:
+    """Everything the host wants of a block as one array [B, 1 + T]."""
+    return mx.concatenate([block.kept[:, None], block.tokens], axis=1)
+
+
+class Loop:
+    """Iterate over the rounds of a batch of prompts.
+
+    Args:
+        engine: with empty caches.
+        prompts: token ids per row.
+        num_draft_tokens: K of every round, 0 to 8.
+        max_tokens: no round is started that could only emit tokens past this many per
+            row; -1 for no limit. The last round may pass it.
+        prefill_step_size: prompt tokens per chunk.
+        stream: where the work runs.
+        depth: 0 or 1, see above; None picks by the size of the KV caches.
+        progress: called during prefill with tokens done and tokens in all.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_draft_tokens: int,
+        max_tokens: int,
+        prefill_step_size: int,
+        stream: mx.Stream | mx.ThreadLocalStream,
+        depth: int | None = None,
+        progress: Progress | None = None,
+    ):
+        self.engine, self.prompts = engine, prompts
+        self.num_draft_tokens, self.max_tokens = num_draft_tokens, max_tokens
+        self.prefill_step_size, self.progress = prefill_step_size, progress
+        self.stream, self.depth = stream, depth
+        # Per row: positions in the target's caches and tokens emitted, of rounds read.
+        self.known = [len(prompt) - 1 for prompt in prompts]
+        self.emitted = [0] * len(prompts)
+        self.last: ReadRound | None = None
+        self._snapshot: list | None = None
+        self._block: Block | None = None
+
+    def __iter__(self) -> Iterator[ReadRound]:
+        with mx.stream(self.stream):
+            block = prefill(
+                self.engine, self.prompts, self.prefill_step_size, self.progress
+            )
+            packed = self._enqueue(block)
+        count = 0
+        while block is not None:
+            with mx.stream(self.stream):
+                snapshot = self.engine.snapshot()
+                following, following_packed = self._build(block), None
+                ahead = self._runs_ahead()
+                if following and ahead:
+                    following_packed = self._enqueue(following)
+                rows = read(packed)
+                if following and not ahead:
+                    following_packed = self._enqueue(following)
+            yield self._account(rows, block, snapshot)
+            block, packed = following, following_packed
+            count += 1
+            if count % CLEAR_CACHE_ROUNDS == 0:
+                mx.clear_cache()
+
+    def stop(self, counts: Sequence[int]) -> None:
+        """Leave the caches at the first ``counts[b]`` tokens of the round last yielded.
+
+        A round in flight is discarded. The last of those tokens is pending: it is not
+        in the caches. No token is run again.
+        """
+        with mx.stream(self.stream):
+            self.engine.restore(self._snapshot)
+            if self._block.width > 1:
+                for cache in self.engine.cache:
+                    cache.keep(mx.array(counts, mx.int32))
+            self.engine.commit()
+
+    def _build(self, block: Block) -> Block | None:
+        """The round behind a block that has not been read, unless no row needs it."""
+        if self.max_tokens >= 0 and min(self.emitted) + 1 >= self.max_tokens:
+            return None
+        self.engine.bound(max(self.known) + block.width, block.width)
+        return self.engine.round(block, self.num_draft_tokens)
+
+    def _runs_ahead(self) -> bool:
+        if self.depth is not None:
+            return self.depth == 1
+        return self.engine.kv_nbytes <= PIPELINE_KV_BYTES
+
+    def _enqueue(self, block: Block) -> mx.array:
+        packed = pack(block)
+        mx.async_eval(packed, block.logprobs)
+        return packed
+
+    def _account(
+        self, rows: list[list[int]], block: Block, snapshot: list
+    ) -> ReadRound:
+        tokens = [row[1 : 1 + row[0]] for row in rows]
+        for b, row in enumerate(tokens):
+            self.known[b] += len(row)
+            self.emitted[b] += len(row)
+        self._snapshot, self._block = snapshot, block
+        self.last = ReadRound(tokens, block.num_draft_tokens, block.logprobs)
+        return self.last

@@ -1,0 +1,94 @@
+"""Writes a directory so that it appears whole or not at all, and shows the progress.
+
+Knows nothing of what is written.
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+POLL_SECONDS = 0.2
+
+
+def check_free(target: Path) -> None:
+    """Raise ValueError if something stands at ``target``, even a broken link."""
+    if os.path.lexists(target):
+        raise ValueError(
+            f"Cannot save to the path {target} as it already exists. Please delete "
+            "the file/directory or specify a new path to save to."
+        )
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A hidden directory beside ``target`` that takes its name at the end.
+
+    On any error, Ctrl-C included, the directory is removed, and so are the parents
+    made for it.
+
+    Args:
+        target: an absolute path; its parents are made.
+
+    Raises:
+        ValueError: if ``target`` exists.
+    """
+    check_free(target)
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    directory = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        directory.mkdir(parents=True)
+        yield directory
+        check_free(target)
+        directory.rename(target)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def progress(directory: Path, total: int) -> Iterator[None]:
+    """A bar over the bytes in ``directory``; silent where stderr is no terminal.
+
+    Files are written by code that reports nothing, so a thread reads their sizes.
+
+    Args:
+        total: the bytes expected in the end.
+    """
+    with tqdm(
+        total=total, desc="Writing", unit="B", unit_scale=True, disable=None
+    ) as bar:
+        if bar.disable:
+            yield
+            return
+        stop = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(bar, directory, stop))
+        watcher.daemon = True
+        watcher.start()
+        try:
+            yield
+            done = total
+        except BaseException:
+            done = bar.n
+            raise
+        finally:
+            stop.set()
+            watcher.join()
+            bar.n = done
+            bar.refresh()
+
+
+def _watch(bar: tqdm, directory: Path, stop: threading.Event) -> None:
+    while not stop.wait(POLL_SECONDS):
+        with contextlib.suppress(OSError):
+            size = sum(file.stat().st_size for file in directory.iterdir())
+            bar.n = min(size, bar.total)
+            bar.refresh()
