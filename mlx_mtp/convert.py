@@ -39,6 +39,8 @@ from .weights import load_head, load_target
 DEFAULT_MLX_PATH = "mlx_model"
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_COUNT = "mtp_num_hidden_layers"
+# One of them holds a tokenizer's vocabulary.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 TIE = "tie_word_embeddings"
 
 
@@ -86,11 +88,11 @@ def convert(
     notes = [*plan.notes, *_drop_vision(parts)]
     tied, tie_notes = _resolve_tie(source, parts)
     notes += tie_notes
-    tokenizer = _load_tokenizer(source)
     config = _output_config(source, tied)
     target_dtype = _resolve_dtype(dtype, source)
     model = load_target(source, parts.main, config, target_dtype)
     head = load_head(source, parts.head, model, target_dtype)
+    tokenizer = _load_tokenizer(source)
 
     model, config, quantize_notes = _quantize(model, head, config, source, plan)
     notes += quantize_notes
@@ -134,7 +136,8 @@ def _drop_vision(parts: Parts) -> list[str]:
 def _resolve_tie(source: Source, parts: Parts) -> tuple[bool, list[str]]:
     """Whether the output layer is the embedding; a copy of it is dropped."""
     outputs = [k for k in parts.main if f".{k}".endswith(".lm_head.weight")]
-    stated = {bool(c[TIE]) for c in (source.text_config, source.config) if TIE in c}
+    configs = (source.text_config, source.config)
+    stated = {bool(c[TIE]) for c in configs if c.get(TIE) is not None}
     notes = []
     if len(stated) == 2:
         tied = not outputs
@@ -164,14 +167,20 @@ def _resolve_dtype(dtype: str | None, source: Source) -> mx.Dtype | None:
 
 
 def _load_tokenizer(source: Source) -> Any:
+    # Without files transformers makes an empty tokenizer of the model's kind.
+    if not any(match for name in VOCABULARIES for match in source.path.glob(name)):
+        raise ValueError(
+            f"{source.path} has no tokenizer ({', '.join(VOCABULARIES)}); "
+            "download its tokenizer files"
+        )
     try:
         return load_tokenizer(
             source.path, eos_token_ids=source.config.get("eos_token_id")
         )
     except Exception as error:  # transformers raises many kinds
         raise ValueError(
-            f"{source.path} has no usable tokenizer; download its tokenizer files "
-            f"({one_line(error)[:200]})"
+            f"the tokenizer of {source.path} cannot be loaded, download its files "
+            f"again ({one_line(error)})"
         ) from error
 
 
@@ -240,7 +249,7 @@ def configure_parser() -> argparse.ArgumentParser:
     """The command line; flags are named as mlx-lm's."""
     parser = argparse.ArgumentParser(
         prog="convert.py",
-        description="Convert a Hugging Face checkpoint with its MTP head to MLX format.",
+        description="Convert a Hugging Face checkpoint to MLX, with its MTP head.",
     )
     add = parser.add_argument
     add(

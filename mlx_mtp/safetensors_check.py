@@ -48,7 +48,7 @@ def check_file(path: str | Path) -> Header:
     """
     try:
         entries, data_bytes = _read_header(Path(path))
-        metadata = entries.pop("__metadata__", {})
+        metadata = dict(entries.pop("__metadata__", None) or {})  # mlx writes null
         ends = [_check_entry(name, entry) for name, entry in entries.items()]
         if max(ends, default=0) != data_bytes:
             raise ValueError(

@@ -99,9 +99,7 @@ def assert_head_state(engine: Engine, tokens: Sequence[int], row: int = 0) -> No
     ids = mx.array([list(tokens)])
     hidden = target.hidden(ids, target.make_cache())
     fresh = engine.drafter.head.make_cache()
-    engine.drafter.head(
-        target.embed(ids[:, 1 : size + 1]), hidden[:, :size], fresh
-    )
+    engine.drafter.head(target.embed(ids[:, 1 : size + 1]), hidden[:, :size], fresh)
     assert mx.array_equal(cache.keys[row, :, :size], fresh.keys[0, :, :size])
     assert mx.array_equal(cache.values[row, :, :size], fresh.values[0, :, :size])
 

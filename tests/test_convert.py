@@ -1,9 +1,7 @@
 """The converter on tiny checkpoints: what changes, what must not, and the options."""
 
-import importlib
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +10,9 @@ import mlx_lm
 import numpy as np
 import pytest
 from checkpoints import build
+from converting import HEAD_NORMS, config_of, edit_config, read, rewrite, same
 
-from mlx_mtp.checkpoint import MTP_FILE, MTP_PREFIX, read_marker
+from mlx_mtp.checkpoint import MTP_FILE, read_marker
 from mlx_mtp.convert import convert
 from mlx_mtp.models import qwen3_5
 
@@ -21,55 +20,8 @@ NORM = re.compile(
     r"(\.|^)(input_layernorm|post_attention_layernorm|[qk]_norm|pre_fc_norm_\w+"
     r"|model\.norm|mtp\.norm)\.weight$"
 )
-HEAD_LINEARS = {"fc"} | {
-    f"layers.0.{name}_proj"
-    for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o")
-    + ("mlp.gate", "mlp.up", "mlp.down")
-}
-HEAD_NORMS = {"norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"} | {
-    f"layers.0.{name}"
-    for name in ("input_layernorm", "post_attention_layernorm")
-    + ("self_attn.q_norm", "self_attn.k_norm")
-}
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 TOKENS = mx.array([[81, 97, 7, 7, 250, 3, 81, 12, 90, 200]])
-
-
-def read(path: Path, pattern: str = "*.safetensors") -> dict[str, mx.array]:
-    files = sorted(path.glob(pattern))
-    return {k: v for file in files for k, v in mx.load(str(file)).items()}
-
-
-def head_of(path: Path) -> dict[str, mx.array]:
-    tensors = read(path, MTP_FILE)
-    assert all(name.startswith(MTP_PREFIX) for name in tensors)
-    return {name.removeprefix(MTP_PREFIX): v for name, v in tensors.items()}
-
-
-def config_of(path: Path) -> dict:
-    return json.loads((path / "config.json").read_text())
-
-
-def edit_config(path: Path, edit) -> None:
-    config = config_of(path)
-    edit(config)
-    (path / "config.json").write_text(json.dumps(config))
-
-
-def rewrite(path: Path, edit) -> None:
-    """Change a source's tensors; they end in one file without an index."""
-    tensors = read(path)
-    edit(tensors)
-    mx.eval(tensors)
-    for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
-        file.unlink()
-    mx.save_safetensors(str(path / "model.safetensors"), tensors)
-
-
-def same(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[k].dtype == b[k].dtype and mx.array_equal(a[k], b[k]) for k in a
-    )
 
 
 def output_name(key: str) -> str:
@@ -200,7 +152,7 @@ def test_marker(plain):
     assert read_marker({"model_type": "qwen3_5"}) is None
 
 
-def test_config_is_otherwise_the_source_s(sources, plain):
+def test_config_is_otherwise_that_of_the_source(sources, plain):
     config = config_of(plain)
     config.pop("mtp")
     assert config.pop("eos_token_id") == [258, 256]  # from generation_config.json
@@ -242,82 +194,6 @@ def test_target_is_what_stock_conversion_makes(sources, tmp_path, options):
     assert ours.get("quantization") == stock.get("quantization")
 
 
-@pytest.mark.parametrize("mtp_bits", [None, 8, 16])
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 64)])
-def test_quantised_head(sources, tmp_path, bits, group_size, mtp_bits):
-    convert(
-        sources(),
-        tmp_path / "out",
-        quantize=True,
-        q_bits=bits,
-        q_group_size=group_size,
-        mtp_bits=mtp_bits,
-    )
-    check_head(tmp_path / "out", mtp_bits or bits, group_size)
-    model, _ = mlx_lm.load(str(tmp_path / "out"))
-    assert mx.isfinite(model(TOKENS)).all()
-
-
-def check_head(path: Path, bits: int, group_size: int, mode: str = "affine") -> None:
-    """15 weights; the linear ones dequantise to the source's within a step."""
-    head = head_of(path)
-    names = {name.rsplit(".", 1)[0] for name in head}
-    assert names == HEAD_LINEARS | HEAD_NORMS
-    packed = {n.removesuffix(".scales") for n in head if n.endswith(".scales")}
-    assert packed == (set() if bits == 16 else HEAD_LINEARS)
-    quantization = {"group_size": group_size, "bits": bits, "mode": mode}
-    stated = config_of(path)["mtp"]["quantization"]
-    assert stated == (None if bits == 16 else quantization)
-    for name in packed:
-        assert head[f"{name}.weight"].shape[1] * 32 // bits in (64, 128)
-
-
-def test_quantised_weights_are_near_the_source(sources, tmp_path):
-    convert(sources(), tmp_path / "out", quantize=True, mtp_bits=8)
-    raw, head = read(sources()), head_of(tmp_path / "out")
-    for name in HEAD_LINEARS:
-        parts = (head[f"{name}.{kind}"] for kind in ("weight", "scales", "biases"))
-        error = mx.dequantize(*parts, 64, 8) - raw[f"mtp.{name}.weight"]
-        assert mx.abs(error).max() <= mx.abs(head[f"{name}.scales"]).max()
-
-
-def test_head_alone_is_quantised_by_mtp_bits(sources, plain, tmp_path):
-    convert(sources(), tmp_path / "out", mtp_bits=4)
-    check_head(tmp_path / "out", 4, 64)
-    assert "quantization" not in config_of(tmp_path / "out")
-    pattern = "model*.safetensors"
-    assert same(read(tmp_path / "out", pattern), read(plain, pattern))
-
-
-def test_mode_without_affine_biases(sources, tmp_path):
-    convert(sources(), tmp_path / "out", quantize=True, q_mode="mxfp8")
-    check_head(tmp_path / "out", 8, 32, "mxfp8")
-    mlx_lm.load(str(tmp_path / "out"))
-
-
-def test_indivisible_width_stays_with_a_note(sources, tmp_path, capsys):
-    out = tmp_path / "out"
-    convert(sources(hidden=48), out, quantize=True, q_group_size=64)
-    printed = capsys.readouterr().out
-    assert "in the target" in printed
-    assert "in the MTP head" in printed
-    # Only these read attention heads or the MLP, which are 64 wide; fc reads 96.
-    packed = {n.removesuffix(".scales") for n in head_of(out) if n.endswith(".scales")}
-    assert packed == {"layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"}
-    assert "fc, layers.*.mlp.gate_proj, " in printed.split("in the MTP head")[1]
-    model, _ = mlx_lm.load(str(out))
-    assert mx.isfinite(model(TOKENS)).all()
-
-
-def test_nothing_divisible_leaves_the_marker_empty(sources, tmp_path, capsys):
-    convert(sources(), tmp_path / "out", mtp_bits=4, q_group_size=128)
-    packed = {n for n in head_of(tmp_path / "out") if n.endswith(".scales")}
-    assert packed == {"fc.scales"}  # the one layer that is 128 wide
-    convert(sources(hidden=48), tmp_path / "none", mtp_bits=4, q_group_size=128)
-    assert config_of(tmp_path / "none")["mtp"]["quantization"] is None
-    assert "MTP head: 15 tensors, not quantised" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", None])
 def test_dtype_is_applied_after_the_addition(sources, tmp_path, dtype):
     source = sources(dtype=mx.bfloat16)
@@ -335,14 +211,17 @@ def test_dtype_is_applied_after_the_addition(sources, tmp_path, dtype):
 def test_addition_in_bfloat16_would_differ():
     # What the test above can see: most sums have no bfloat16 of their own.
     norm = mx.array(np.linspace(-0.9, 0.9, 64), mx.bfloat16)
-    assert not mx.array_equal((norm + 1).astype(mx.float32), norm.astype(mx.float32) + 1)
+    assert not mx.array_equal(
+        (norm + 1).astype(mx.float32), norm.astype(mx.float32) + 1
+    )
 
 
-@pytest.mark.parametrize("level", ["inner", "outer", "neither", "both"])
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tie", "level"),
+    [(tie, level) for tie in (False, True) for level in ("inner", "outer", "both")]
+    + [(False, "neither")],
+)
 def test_tie_is_resolved(tmp_path, tie, level):
-    if tie and level == "neither":
-        pytest.skip("a tied checkpoint says so")
     raw = build(tmp_path / "raw", tie=tie)
 
     def edit(config: dict) -> None:
@@ -378,32 +257,9 @@ def test_contradicting_tie_is_decided_by_the_tensors(tmp_path, capsys, tie):
     assert config["tie_word_embeddings"] is tie
 
 
-def test_closing_lines(sources, tmp_path, capsys):
-    out = tmp_path / "two words"
-    convert(sources(), out, quantize=True, q_bits=8, mtp_bits=16)
-    printed = capsys.readouterr().out
-    assert "MTP head: 15 tensors, not quantised" in printed
-    assert "8 bits (affine, group size 64)" in printed
-    assert f"python generate.py --model '{out}' --mtp --prompt" in printed
-
-
-def test_options_without_effect_are_noted(sources, tmp_path, capsys):
-    convert(sources(), tmp_path / "out", q_bits=4, q_group_size=32)
-    printed = capsys.readouterr().out
-    assert "q_bits 4 has no effect without quantize" in printed
-    assert "q_group_size 32 has no effect without quantize" in printed
-    assert "quantization" not in config_of(tmp_path / "out")
-
-
 def test_parents_are_made_and_the_mode_is_the_usual(sources, tmp_path):
     out = tmp_path / "a" / "b"
     convert(sources(), out)
     (tmp_path / "usual").mkdir()
     assert out.stat().st_mode == (tmp_path / "usual").stat().st_mode
     assert [p.name for p in out.parent.iterdir()] == ["b"]
-
-
-def test_module_and_function_share_a_name():
-    module = importlib.import_module("mlx_mtp.convert")
-    assert module is sys.modules["mlx_mtp.convert"]
-    assert module.convert is convert

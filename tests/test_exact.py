@@ -1,4 +1,4 @@
-"""MTP's tokens and log-probabilities equal plain decoding's, bit for bit (on the CPU)."""
+"""MTP gives plain decoding's tokens and log-probabilities, bit for bit (CPU)."""
 
 import mlx.core as mx
 import numpy as np

@@ -216,6 +216,16 @@ class RecurrentCache(ArraysCache):
         other.commit()
         super().extend(other)
 
+    def __copy__(self) -> "RecurrentCache":
+        """A cache of its own: arrays are values, so sharing them is a full copy."""
+        self.commit()
+        new = type(self)(len(self.cache))
+        new.cache = list(self.cache)
+        return new
+
+    def __deepcopy__(self, memo: dict) -> "RecurrentCache":
+        return self.__copy__()
+
     def snapshot(self) -> RecurrentSnapshot:
         return RecurrentSnapshot(
             tuple(self.cache), self.block, self.replay, self.pending

@@ -96,6 +96,9 @@ class Loop:
                 if following and ahead:
                     following_packed = self._enqueue(following)
                 rows = read(packed)
+                if self.last is None and self.progress:
+                    longest = max(map(len, self.prompts))
+                    self.progress(longest, longest)
                 if following and not ahead:
                     following_packed = self._enqueue(following)
             yield self._account(rows, block, snapshot)
