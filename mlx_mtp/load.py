@@ -4,6 +4,8 @@ Reads the marker in ``config.json`` and never guesses: a head that is unmarked,
 incomplete or of the wrong shape is refused, so a random head never runs.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,13 +15,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import infer_quant_config, load_model, load_tokenizer
 
 from .checkpoint import MTP_FILE, MTP_PREFIX, read_marker
+from .cli import one_line
 from .hub import LOAD_PATTERNS, resolve
 from .models import family_of
 from .safetensors_check import check_file
 from .source import read_config
 
+MAX_REASON = 200
 DEMO_PATH = Path(__file__).parent / "demo"
-CONVERT_HINT = "python convert.py --hf-path ORIGINAL_MODEL --mlx-path NEW_DIRECTORY"
+CONVERT_AGAIN = (
+    "convert the original again: "
+    "python convert.py --hf-path ORIGINAL_MODEL --mlx-path NEW_DIRECTORY"
+)
 
 
 def load(
@@ -55,22 +62,48 @@ def load(
     if head_file.exists() and marker is None:
         raise ValueError(
             f"{head_file} is not marked in config.json, so its norm convention is "
-            f"unknown; convert the original again: {CONVERT_HINT}"
+            f"unknown; {CONVERT_AGAIN}"
         )
     if mtp and marker is not None and not head_file.exists():
         raise ValueError(
             f"{path / 'config.json'} promises an MTP head, but {MTP_FILE} is missing; "
-            f"convert the original again: {CONVERT_HINT}"
+            f"{CONVERT_AGAIN}"
         )
-    model, _ = load_model(path, lazy=lazy)
+    with _explained(path, CONVERT_AGAIN):
+        model, _ = load_model(path, lazy=True)
     family.make_rewindable(model)
     model.mtp = None
     if mtp and marker is not None:
-        model.mtp = load_head(head_file, family.MTPHead(family.head_args(model)), lazy)
-    tokenizer = load_tokenizer(
-        path, tokenizer_config, eos_token_ids=config.get("eos_token_id")
-    )
+        model.mtp = load_head(head_file, family.MTPHead(family.head_args(model)))
+    # Before the weights are read, which can take minutes.
+    tokenizer = _load_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
+    if not lazy:
+        with _explained(path, CONVERT_AGAIN):
+            mx.eval(model.parameters())
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _explained(path: Path, way_out: str) -> Iterator[None]:
+    """What a library says of a file that does not fit, as one line."""
+    try:
+        yield
+    except Exception as error:  # mlx-lm and transformers raise many kinds
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{one_line(error)}"[:MAX_REASON]
+        raise ValueError(f"{path} cannot be loaded ({reason}); {way_out}") from error
+
+
+def _load_tokenizer(
+    path: Path, tokenizer_config: dict | None, eos_token_ids: int | list[int] | None
+) -> TokenizerWrapper:
+    way_out = "download the original's tokenizer files"
+    with _explained(path, way_out):
+        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids)
+    # Without its files transformers builds a tokenizer that knows no text.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise ValueError(f"{path} has no usable tokenizer; {way_out}")
+    return tokenizer
 
 
 def check_files(path: Path) -> None:
@@ -81,23 +114,22 @@ def check_files(path: Path) -> None:
     for file in (*files, *path.glob(MTP_FILE)):
         header = check_file(file)
         for name, info in header.tensors.items():
-            if name.endswith("conv1d.weight") and info.shape[-1] != 1:
+            if name.endswith("conv1d.weight") and info.shape[-1:] != (1,):
                 raise ValueError(
                     f"{path} is in Hugging Face's raw layout; convert it first: "
                     f"python convert.py --hf-path {path} --mlx-path NEW_DIRECTORY"
                 )
 
 
-def load_head(file: Path, head: nn.Module, lazy: bool) -> nn.Module:
+def load_head(file: Path, head: nn.Module) -> nn.Module:
     """Fill a freshly built head from its file; every tensor must fit.
 
     Raises:
         ValueError: names the tensors that are missing, unknown or of the wrong shape.
     """
-    weights = {
-        name.removeprefix(MTP_PREFIX): value
-        for name, value in mx.load(str(file)).items()
-    }
+    with _explained(file, CONVERT_AGAIN):
+        tensors = mx.load(str(file))
+    weights = {name.removeprefix(MTP_PREFIX): value for name, value in tensors.items()}
     check_head_names(file, weights, head)
 
     def quantization(path: str, module: nn.Module) -> bool | dict:
@@ -105,7 +137,8 @@ def load_head(file: Path, head: nn.Module, lazy: bool) -> nn.Module:
             return False
         return infer_quant_config(path, module, weights)
 
-    nn.quantize(head, class_predicate=quantization)
+    with _explained(file, CONVERT_AGAIN):
+        nn.quantize(head, class_predicate=quantization)
     expected = dict(tree_flatten(head.parameters()))
     wrong = [
         f"{name} is {weights[name].shape if name in weights else 'missing'}, "
@@ -115,14 +148,11 @@ def load_head(file: Path, head: nn.Module, lazy: bool) -> nn.Module:
     ]
     if wrong:
         raise ValueError(
-            f"{file} does not fit the model: {'; '.join(wrong[:3])}; "
-            f"convert the original again: {CONVERT_HINT}"
+            f"{file} does not fit the model: {'; '.join(wrong[:3])}; {CONVERT_AGAIN}"
         )
-    head.load_weights(list(weights.items()))
-    head.eval()
-    if not lazy:
-        mx.eval(head.parameters())
-    return head
+    with _explained(file, CONVERT_AGAIN):
+        head.load_weights(list(weights.items()))
+    return head.eval()
 
 
 def check_head_names(file: Path, weights: dict[str, mx.array], head: nn.Module) -> None:
@@ -136,5 +166,5 @@ def check_head_names(file: Path, weights: dict[str, mx.array], head: nn.Module) 
         if names:
             raise ValueError(
                 f"{file} {what} {len(names)} tensor(s): {', '.join(names[:3])}; "
-                f"convert the original again: {CONVERT_HINT}"
+                f"{CONVERT_AGAIN}"
             )

@@ -1,10 +1,30 @@
 """The drafter: an MTP head, run K times from the target's hidden states."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .accept import greedy_tokens, log_probs, pick
+from .accept import pick
+
+# (head logits [B, 1, V], index of the draft) -> token [B, 1], its probabilities or None
+Choose = Callable[[mx.array, int], tuple[mx.array, mx.array | None]]
+
+
+class Drafts(NamedTuple):
+    """K drafts per row.
+
+    Shapes:
+        tokens: [B, K] int32
+        probs: [B, K, V] float32, what they were drawn from; None where no rule needs it
+    """
+
+    tokens: mx.array
+    probs: mx.array | None = None
+
+
+def no_drafts(batch_size: int) -> Drafts:
+    return Drafts(mx.zeros((batch_size, 0), mx.int32))
 
 
 class Drafter:
@@ -40,22 +60,27 @@ class Drafter:
         hidden: mx.array,
         kept: mx.array,
         num_draft_tokens: int,
-    ) -> mx.array:
-        """Add the last block, then draft greedily behind its last kept position.
+        choose: Choose,
+    ) -> Drafts:
+        """Add the last block, then draft behind its last kept position.
 
         Shapes:
-            next_tokens: [B, T]; hidden: [B, T, H]; kept: [B], how many of the T stand;
-            result: [B, K] int32
+            next_tokens: [B, T]; hidden: [B, T, H]; kept: [B], how many of the T stand
         """
         states = self.head(self.target.embed(next_tokens), hidden, self.cache)
         self.cache.keep(kept)
         offset, limit = self.cache.offset, self.cache.limit
-        state, drafts = pick(states, kept - 1), []
+        state, drafts, probs = pick(states, kept - 1), [], []
         for step in range(num_draft_tokens):
             if step:
                 state = self.head(self.target.embed(drafts[-1]), state, self.cache)
-            drafts.append(greedy_tokens(log_probs(self.target.logits(state))))
+            token, token_probs = choose(self.target.logits(state), step)
+            drafts.append(token)
+            probs.append(token_probs)
         self.cache.rewind(offset, limit)
         if not drafts:
-            return mx.zeros((next_tokens.shape[0], 0), mx.int32)
-        return mx.concatenate(drafts, axis=1)
+            return no_drafts(next_tokens.shape[0])
+        return Drafts(
+            mx.concatenate(drafts, axis=1),
+            None if probs[0] is None else mx.concatenate(probs, axis=1),
+        )

@@ -43,7 +43,7 @@ def prefill(
         report(end, longest)
         mx.clear_cache()
     last = mx.take_along_axis(rows, before_last[:, None], axis=1)
-    return engine.first(last)
+    return engine.first(last, before_last)
 
 
 def run_chunk(engine: Engine, tokens: mx.array, lengths: mx.array | None) -> None:

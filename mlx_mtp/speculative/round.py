@@ -1,14 +1,13 @@
 """One round as one lazy graph: draft, verify, accept, rollback. It reads nothing."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .accept import Accepted, greedy, log_probs, pick
-from .draft import Drafter
-
-Acceptance = Callable[[mx.array, mx.array], Accepted]
+from .accept import Accepted, log_probs, pick
+from .draft import Drafter, Drafts, no_drafts
+from .rules import Greedy, Rule
 
 
 class Block(NamedTuple):
@@ -20,12 +19,14 @@ class Block(NamedTuple):
             pending: emitted, and not yet in any cache
         logprobs: [B, T, V], the target's, in its dtype
         hidden: [B, T, H], the target's, at the stage the head reads
+        position: [B] int32, of the pending token
     """
 
     tokens: mx.array
     kept: mx.array
     logprobs: mx.array
     hidden: mx.array
+    position: mx.array
 
     @property
     def width(self) -> int:
@@ -44,7 +45,7 @@ class Engine:
             (see ``models.qwen3_5.Target``).
         head: an MTP head, or None to decode plainly.
         batch_size: rows.
-        accept: the acceptance rule.
+        rule: how drafts are chosen and judged.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Engine:
         target: Any,
         head: Any | None = None,
         batch_size: int = 1,
-        accept: Acceptance = greedy,
+        rule: Rule | None = None,
     ):
-        self.target, self.accept = target, accept
+        self.target, self.rule = target, rule or Greedy()
         self.batch_size = batch_size
         self.cache = target.make_cache(batch_size)
         self.drafter = None if head is None else Drafter(head, target, batch_size)
@@ -64,32 +65,50 @@ class Engine:
         """The target's caches, then the head's."""
         return self.cache + ([self.drafter.cache] if self.drafter else [])
 
-    def first(self, tokens: mx.array) -> Block:
-        """Run the prompts' last tokens [B, 1]: the block before the first round."""
-        hidden = self.target.hidden(tokens, self.cache)
-        logprobs = log_probs(self.target.logits(hidden))
-        nothing = mx.zeros((tokens.shape[0], 0), mx.int32)
-        return Block(*self.accept(nothing, logprobs), logprobs, hidden)
+    def first(self, tokens: mx.array, position: mx.array) -> Block:
+        """Run the prompts' last tokens [B, 1]: the block before the first round.
+
+        ``position`` [B] is theirs.
+        """
+        return self.verify(tokens, no_drafts(tokens.shape[0]), position)
 
     def round(self, last: Block, num_draft_tokens: int) -> Block:
         """The round behind ``last``: K drafts, one target pass over K + 1 rows."""
         drafts = self.draft(last, num_draft_tokens)
-        block = self.verify(pick(last.tokens, last.kept - 1), drafts)
+        pending = pick(last.tokens, last.kept - 1)
+        block = self.verify(pending, drafts, last.position)
         self.rollback(block)
         return block
 
-    def draft(self, last: Block, num_draft_tokens: int) -> mx.array:
-        """[B, K] drafts behind the pending token."""
+    def draft(self, last: Block, num_draft_tokens: int) -> Drafts:
+        """K drafts behind the pending token."""
         if self.drafter is None:
-            return mx.zeros((last.tokens.shape[0], 0), mx.int32)
-        return self.drafter.draft(last.tokens, last.hidden, last.kept, num_draft_tokens)
+            return no_drafts(last.tokens.shape[0])
+        choose = partial(self.choose, last.position)
+        return self.drafter.draft(
+            last.tokens, last.hidden, last.kept, num_draft_tokens, choose
+        )
 
-    def verify(self, pending: mx.array, drafts: mx.array) -> Block:
+    def choose(
+        self, start: mx.array, logits: mx.array, index: int
+    ) -> tuple[mx.array, mx.array | None]:
+        """Draft ``index`` of the round whose pending token has position ``start``."""
+        return self.rule.draft(logits, start, index)
+
+    def verify(self, pending: mx.array, drafts: Drafts, position: mx.array) -> Block:
         """One pass of the target over pending [B, 1] and drafts [B, K], then accept."""
-        tokens = mx.concatenate([pending, drafts], axis=1)
+        tokens = mx.concatenate([pending, drafts.tokens], axis=1)
         hidden = self.target.hidden(tokens, self.cache)
-        logprobs = log_probs(self.target.logits(hidden))
-        return Block(*self.accept(drafts, logprobs), logprobs, hidden)
+        logits = self.target.logits(hidden)
+        accepted, logprobs = self.judge(drafts, logits, position)
+        return Block(*accepted, logprobs, hidden, position + accepted.kept)
+
+    def judge(
+        self, drafts: Drafts, logits: mx.array, position: mx.array
+    ) -> tuple[Accepted, mx.array]:
+        """Accept by the target's logits [B, K + 1, V]; returns log-probabilities too."""
+        logprobs = log_probs(logits)
+        return self.rule.accept(*drafts, logprobs, position), logprobs
 
     def rollback(self, block: Block) -> None:
         """Rewind the target's caches to the kept positions of the block just run."""

@@ -1,0 +1,124 @@
+"""How tokens are chosen: parameters -> a rule for target and drafter alike.
+
+Filters are mlx-lm's own functions in its order: top-p, min-p, XTC and top-k on
+log-probabilities, temperature last.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+from .speculative import noise
+from .speculative.noise import Purpose
+from .speculative.rules import Called, Coupled, Greedy, Rejection, Rule
+
+ACCEPTANCE = ("rejection", "block", "coupled")
+MAX_XTC_THRESHOLD = 0.5
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """mlx-lm's sampling parameters, and the acceptance rule.
+
+    Args:
+        temp: temperature; 0 takes the most likely token and draws nothing.
+        top_p: keep the most likely tokens up to this mass; 0 or 1 keeps all.
+        top_k: keep this many; 0 keeps all.
+        min_p: drop tokens below this share of the most likely one's probability.
+        min_tokens_to_keep: tokens that min-p always keeps.
+        xtc_probability: chance, per token, of dropping all but the least likely of the
+            tokens above ``xtc_threshold``.
+        xtc_threshold: 0 to 0.5.
+        xtc_special_tokens: token ids that XTC never drops.
+        seed: of all random numbers; ``None`` draws one from ``mx.random``.
+        acceptance: ``"rejection"``, ``"block"`` or ``"coupled"``.
+    """
+
+    temp: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
+    seed: int | None = None
+    acceptance: str = "rejection"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value out of range."""
+        checks = (
+            ("temp", self.temp >= 0, "0 or more"),
+            ("top_p", 0 <= self.top_p <= 1, "0 to 1"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+            ("min_tokens_to_keep", self.min_tokens_to_keep >= 1, "1 or more"),
+            ("xtc_probability", 0 <= self.xtc_probability <= 1, "0 to 1"),
+            (
+                "xtc_threshold",
+                0 <= self.xtc_threshold <= MAX_XTC_THRESHOLD,
+                f"0 to {MAX_XTC_THRESHOLD}",
+            ),
+            ("seed", self.seed is None or self.seed >= 0, "0 or more"),
+            ("acceptance", self.acceptance in ACCEPTANCE, " or ".join(ACCEPTANCE)),
+        )
+        for name, right, allowed in checks:
+            if not right:
+                value = getattr(self, name)
+                raise ValueError(f"{name} must be {allowed}, not {value}")
+
+    def rule(self) -> Rule:
+        """The decoding rule for these parameters."""
+        if self.temp == 0:
+            return Greedy()
+        seed = self.seed
+        if seed is None:
+            seed = mx.random.randint(0, 1 << 31, shape=()).item()
+        shape = self.shape_with(seed)
+        if self.acceptance == "coupled":
+            return Coupled(shape, seed)
+        return Rejection(shape, seed, by_block=self.acceptance == "block")
+
+    def shape_with(self, seed: int) -> Callable[[mx.array, mx.array], mx.array]:
+        """Filters and temperature: (log-probs [B, T, V], positions [B, T]) -> float32.
+
+        The filters see the log-probabilities in the model's dtype, as in mlx-lm.
+        """
+        xtc_stream = noise.stream(seed, Purpose.XTC)
+
+        def shape(logprobs: mx.array, at: mx.array) -> mx.array:
+            if 0 < self.top_p < 1:
+                logprobs = apply_top_p(logprobs, self.top_p)
+            if self.min_p > 0:
+                logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+            if self.xtc_probability > 0:
+                coin = noise.uniform(noise.keys(xtc_stream, at))
+                logprobs = self.apply_xtc(logprobs, coin)
+            if 0 < self.top_k < logprobs.shape[-1]:
+                logprobs = apply_top_k(logprobs, self.top_k)
+            return logprobs.astype(mx.float32) * (1 / self.temp)
+
+        return shape
+
+    def apply_xtc(self, logprobs: mx.array, coin: mx.array) -> mx.array:
+        """XTC with the coin [B, T] given; follows mlx-lm's ``apply_xtc``, which draws
+        it.
+
+        Of the tokens above the threshold all but the least likely are dropped.
+        """
+        probs = mx.softmax(logprobs, axis=-1)
+        above = mx.where(probs > self.xtc_threshold, probs, mx.inf)
+        drop = probs > above.min(axis=-1, keepdims=True)
+        if self.xtc_special_tokens:
+            drop[..., list(self.xtc_special_tokens)] = False
+        drop = drop & (coin <= self.xtc_probability)[..., None]
+        return mx.where(drop, -mx.inf, logprobs)
+
+
+def rule_for(
+    params: SamplingParams, sampler: Callable[[mx.array], mx.array] | None = None
+) -> Rule:
+    """The rule of a caller's ``sampler`` if there is one, else that of ``params``."""
+    return params.rule() if sampler is None else Called(sampler)

@@ -1,0 +1,69 @@
+"""Random numbers as functions of (seed, place), so that they need no state.
+
+A key is a pair of 32-bit words as ``mx.random`` takes it: which stream, and where in
+it. Nothing here touches ``mx.random.state``.
+"""
+
+import zlib
+from enum import Enum
+
+import mlx.core as mx
+
+WORD = 0xFFFFFFFF
+# Places within a round: its drafts and the token behind them.
+PLACES_PER_ROUND = 16
+
+
+class Purpose(Enum):
+    """Streams of one seed that must not share numbers."""
+
+    DRAFT = "draft"
+    ACCEPT = "accept"
+    RECOVER = "recover"
+    XTC = "xtc"
+
+
+def fold(seed: int) -> int:
+    """A seed of any size as one word; small seeds stay as they are."""
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, not {seed}")
+    word = 0
+    while seed:
+        word, seed = word ^ (seed & WORD), seed >> 32
+    return word
+
+
+def stream(seed: int, purpose: Purpose | None = None) -> int:
+    """The first word of the keys of a seed, or of a seed's stream for a purpose."""
+    if purpose is None:
+        return fold(seed)
+    return zlib.crc32(f"{fold(seed)} {purpose.value}".encode())
+
+
+def keys(first_word: int, places: mx.array) -> mx.array:
+    """[...] -> [..., 2] uint32."""
+    places = places.astype(mx.uint32)
+    return mx.stack([mx.full(places.shape, first_word, mx.uint32), places], axis=-1)
+
+
+def place_in_round(start: mx.array, index: int | mx.array) -> mx.array:
+    """A place that no other round has: rounds start at different positions.
+
+    A position may be drafted in several rounds. Where a rule's outcome depends on later
+    drafts, numbers used again would be biased by what they have decided before.
+    """
+    return start * PLACES_PER_ROUND + index
+
+
+def gumbel(keys: mx.array, size: int) -> mx.array:
+    """Standard Gumbel noise [..., size] float32, row by row as ``mx.random`` draws it."""
+    flat = keys.reshape(-1, 2)
+    rows = mx.vmap(lambda key: mx.random.gumbel(shape=(size,), key=key))(flat)
+    return rows.reshape(*keys.shape[:-1], size)
+
+
+def uniform(keys: mx.array) -> mx.array:
+    """Uniform numbers [...] float32 in [0, 1)."""
+    flat = keys.reshape(-1, 2)
+    rows = mx.vmap(lambda key: mx.random.uniform(key=key))(flat)
+    return rows.reshape(keys.shape[:-1])
