@@ -1,4 +1,4 @@
-"""The law of the output of each rule, by exact enumeration in float64 (V = 3, K = 3)."""
+"""The law of each rule's output, by exact enumeration in float64 (V = 3, K = 3)."""
 
 from itertools import product
 
@@ -32,7 +32,7 @@ def along(table: dict[tuple, np.ndarray], count: int) -> np.ndarray:
 
 
 def accepted_law(rule: str, thresholds: np.ndarray) -> np.ndarray:
-    """Probability of accepting n = 0..K drafts, [rows, K + 1], from independent draws."""
+    """Probability of accepting n = 0..K drafts, [rows, K + 1]."""
     law = np.zeros((len(ROWS), K + 1))
     for passed in product((0, 1), repeat=K):
         chance = np.where(passed, thresholds, 1 - thresholds).prod(axis=1)

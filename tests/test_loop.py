@@ -1,5 +1,7 @@
 """The loop's order: built before read, one host read a round, nothing else read."""
 
+from itertools import islice
+
 import mlx.core as mx
 import pytest
 from checks import engine_of, loop_of
@@ -40,9 +42,8 @@ def events(monkeypatch):
 def test_order_at_depth_0(model, events, k):
     """Built while the round before runs, handed over once that one has been read."""
     rounds = loop_of(engine_of(model, head=k > 0), [PROMPT], k, 100, depth=0)
-    for _, _ in zip(range(4), rounds):
-        pass
-    assert events == ["enqueue", *["build", "read", "enqueue"] * 4][: len(events)]
+    list(islice(rounds, 4))
+    assert events == ["enqueue", *["build", "read", "enqueue"] * 4]
     assert events.count("read") == 4
 
 
@@ -50,9 +51,8 @@ def test_order_at_depth_0(model, events, k):
 def test_order_at_depth_1(model, events, k):
     """Built and handed over before the round before is read."""
     rounds = loop_of(engine_of(model, head=k > 0), [PROMPT], k, 100, depth=1)
-    for _, _ in zip(range(4), rounds):
-        pass
-    assert events == ["enqueue", *["build", "enqueue", "read"] * 4][: len(events)]
+    list(islice(rounds, 4))
+    assert events == ["enqueue", *["build", "enqueue", "read"] * 4]
     assert events.count("read") == 4
 
 

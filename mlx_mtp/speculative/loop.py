@@ -2,9 +2,11 @@
 
 A round's graph needs no value of the round before it on the host. So it is built while
 that round runs, and handed to the device before the round is read (``depth`` 1) or the
-moment it has been read (``depth`` 0).
+moment it has been read (``depth`` 0). Logits processors need each round's tokens on the
+host before the next can be built: then the loop waits.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -87,23 +89,27 @@ class Loop:
                 self.engine, self.prompts, self.prefill_step_size, self.progress
             )
             packed = self._enqueue(block)
-        count = 0
-        while block is not None:
+        waits = self.engine.processors is not None
+        for count in itertools.count(1):
             with mx.stream(self.stream):
                 snapshot = self.engine.snapshot()
-                following, following_packed = self._build(block), None
+                following = None if waits else self._build(block, max(self.known))
                 ahead = self._runs_ahead()
-                if following and ahead:
-                    following_packed = self._enqueue(following)
+                next_packed = self._enqueue(following) if ahead else None
                 rows = read(packed)
-                if self.last is None and self.progress:
-                    longest = max(map(len, self.prompts))
-                    self.progress(longest, longest)
-                if following and not ahead:
-                    following_packed = self._enqueue(following)
+                if not ahead:
+                    next_packed = self._enqueue(following)
+            before = max(self.known)
+            if count == 1:
+                self._report_prompt()
             yield self._account(rows, block, snapshot)
-            block, packed = following, following_packed
-            count += 1
+            if waits:  # the caller wants more, so processors may see more
+                with mx.stream(self.stream):
+                    following = self._build(block, before, in_flight=0)
+                    next_packed = self._enqueue(following)
+            if following is None:
+                return
+            block, packed = following, next_packed
             if count % CLEAR_CACHE_ROUNDS == 0:
                 mx.clear_cache()
 
@@ -120,11 +126,17 @@ class Loop:
                     cache.keep(mx.array(counts, mx.int32))
             self.engine.commit()
 
-    def _build(self, block: Block) -> Block | None:
-        """The round behind a block that has not been read, unless no row needs it."""
-        if self.max_tokens >= 0 and min(self.emitted) + 1 >= self.max_tokens:
+    def _build(self, block: Block, before: int, in_flight: int = 1) -> Block | None:
+        """The round behind ``block``, unless no row needs it.
+
+        Args:
+            before: positions in the longest row's caches without ``block``.
+            in_flight: 1 if ``block`` has not been read: it emits one token at least.
+        """
+        enough = self.max_tokens - in_flight
+        if self.max_tokens >= 0 and min(self.emitted) >= enough:
             return None
-        self.engine.bound(max(self.known) + block.width, block.width)
+        self.engine.bound(before + block.width, block.width)
         return self.engine.round(block, self.num_draft_tokens)
 
     def _runs_ahead(self) -> bool:
@@ -132,7 +144,14 @@ class Loop:
             return self.depth == 1
         return self.engine.kv_nbytes <= PIPELINE_KV_BYTES
 
-    def _enqueue(self, block: Block) -> mx.array:
+    def _report_prompt(self) -> None:
+        if self.progress:
+            longest = max(map(len, self.prompts))
+            self.progress(longest, longest)
+
+    def _enqueue(self, block: Block | None) -> mx.array | None:
+        if block is None:
+            return None
         packed = pack(block)
         mx.async_eval(packed, block.logprobs)
         return packed

@@ -56,7 +56,7 @@ def place_in_round(start: mx.array, index: int | mx.array) -> mx.array:
 
 
 def gumbel(keys: mx.array, size: int) -> mx.array:
-    """Standard Gumbel noise [..., size] float32, row by row as ``mx.random`` draws it."""
+    """Standard Gumbel noise [..., size] float32; each row as ``mx.random`` draws it."""
     flat = keys.reshape(-1, 2)
     rows = mx.vmap(lambda key: mx.random.gumbel(shape=(size,), key=key))(flat)
     return rows.reshape(*keys.shape[:-1], size)

@@ -1,5 +1,6 @@
 """One round as one lazy graph: draft, verify, accept, rollback. It reads nothing."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import mlx.core as mx
 
 from .accept import Accepted, log_probs, pick
 from .draft import Drafter, Drafts, no_drafts
+from .processors import Processors, judge_rows
 from .rules import Greedy, Rule
 
 
@@ -46,6 +48,8 @@ class Engine:
         head: an MTP head, or None to decode plainly.
         batch_size: rows.
         rule: how drafts are chosen and judged.
+        processors: the logits processors of every row, or None; with them a round
+            reads on the host.
     """
 
     def __init__(
@@ -54,9 +58,10 @@ class Engine:
         head: Any | None = None,
         batch_size: int = 1,
         rule: Rule | None = None,
+        processors: Sequence[Processors] | None = None,
     ):
         self.target, self.rule = target, rule or Greedy()
-        self.batch_size = batch_size
+        self.batch_size, self.processors = batch_size, processors
         self.cache = target.make_cache(batch_size)
         self.drafter = None if head is None else Drafter(head, target, batch_size)
 
@@ -85,15 +90,27 @@ class Engine:
         if self.drafter is None:
             return no_drafts(last.tokens.shape[0])
         choose = partial(self.choose, last.position)
-        return self.drafter.draft(
+        for row in self.processors or ():
+            row.before_drafts()
+        drafts = self.drafter.draft(
             last.tokens, last.hidden, last.kept, num_draft_tokens, choose
         )
+        for row in self.processors or ():
+            row.after_drafts()
+        return drafts
 
     def choose(
         self, start: mx.array, logits: mx.array, index: int
     ) -> tuple[mx.array, mx.array | None]:
         """Draft ``index`` of the round whose pending token has position ``start``."""
-        return self.rule.draft(logits, start, index)
+        if self.processors is None:
+            return self.rule.draft(logits, start, index)
+        rows = enumerate(self.processors)
+        logits = mx.concatenate([p.shape_draft(logits[b : b + 1]) for b, p in rows])
+        token, probs = self.rule.draft(logits, start, index)
+        for b, row in enumerate(self.processors):
+            row.drafted(token[b : b + 1])
+        return token, probs
 
     def verify(self, pending: mx.array, drafts: Drafts, position: mx.array) -> Block:
         """One pass of the target over pending [B, 1] and drafts [B, K], then accept."""
@@ -106,7 +123,9 @@ class Engine:
     def judge(
         self, drafts: Drafts, logits: mx.array, position: mx.array
     ) -> tuple[Accepted, mx.array]:
-        """Accept by the target's logits [B, K + 1, V]; returns log-probabilities too."""
+        """Accept by the target's logits [B, K + 1, V]; with their log-probabilities."""
+        if self.processors is not None:
+            return judge_rows(self.processors, self.rule, drafts, logits, position)
         logprobs = log_probs(logits)
         return self.rule.accept(*drafts, logprobs, position), logprobs
 

@@ -43,13 +43,43 @@ class Rule(Protocol):
         ``first`` is the index of the first of them in the round.
         """
 
+    def one(
+        self,
+        draft: mx.array,
+        draft_probs: mx.array | None,
+        logprobs: mx.array,
+        start: mx.array,
+        index: int,
+    ) -> tuple[mx.array, mx.array]:
+        """Judge draft ``index`` alone, or give the token there if there is none.
+
+        Shapes:
+            draft: [B, 1], or [B, 0] behind the last; logprobs: [B, 1, V];
+            result: token [B], whether the draft was accepted [B]
+        """
+
 
 def positions(start: mx.array, first: int, count: int) -> mx.array:
     """[B, count], of the tokens that rows ``first`` and on of a round give."""
     return start[:, None] + 1 + first + mx.arange(count)
 
 
-class Greedy:
+class Matching:
+    """The rules under which the target's token does not depend on the draft."""
+
+    def one(
+        self,
+        draft: mx.array,
+        draft_probs: None,
+        logprobs: mx.array,
+        start: mx.array,
+        index: int,
+    ) -> tuple[mx.array, mx.array]:
+        token = self.accept(draft[:, :0], None, logprobs, start, index).tokens[:, 0]
+        return token, (draft == token[:, None]).any(axis=1)
+
+
+class Greedy(Matching):
     """The most likely token."""
 
     def draft(
@@ -91,7 +121,7 @@ class Called(Greedy):
         return accept.match(drafts, tokens.astype(mx.int32))
 
 
-class Coupled:
+class Coupled(Matching):
     """Gumbel noise keyed by (seed, position), the same for drafter and target.
 
     The token at a position is a function of seed and text alone, so the output for a
@@ -176,3 +206,16 @@ class Rejection:
         keys = self.keys(Purpose.RECOVER, start, first + accepted)
         drawn = mx.log(weights) + noise.gumbel(keys, weights.shape[-1])
         return accept.join(drafts, accepted, mx.argmax(drawn, axis=-1))
+
+    def one(
+        self,
+        draft: mx.array,
+        draft_probs: mx.array | None,
+        logprobs: mx.array,
+        start: mx.array,
+        index: int,
+    ) -> tuple[mx.array, mx.array]:
+        # A bonus row is asked for and not used: its own round draws it anew.
+        rows = mx.repeat(logprobs, draft.shape[1] + 1, axis=1)
+        tokens, kept = self.accept(draft, draft_probs, rows, start, index)
+        return tokens[:, 0], kept > 1
