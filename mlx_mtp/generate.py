@@ -3,6 +3,7 @@
 Functions and keywords are mlx-lm's; the defaults here are the command line's as well.
 """
 
+import numbers
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .models import FAMILIES
+from .models import family_of
 from .response import GenerationResponse, print_stream
 from .speculative.cache import MAX_BLOCK
 from .speculative.loop import Loop
@@ -39,16 +40,16 @@ class Step:
 
 
 def check_num_draft_tokens(value: int) -> int:
-    if not 0 <= value <= MAX_DRAFT_TOKENS:
+    if not isinstance(value, numbers.Integral) or not 0 <= value <= MAX_DRAFT_TOKENS:
         raise ValueError(
-            f"num_draft_tokens must be 0 to {MAX_DRAFT_TOKENS}, not {value}"
+            f"num_draft_tokens must be 0 to {MAX_DRAFT_TOKENS}, not {value!r}"
         )
     return value
 
 
 def prompt_ids(prompt: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
     """Checked token ids: an id past the vocabulary would read foreign memory."""
-    if isinstance(prompt, mx.array):
+    if hasattr(prompt, "tolist"):  # mlx's arrays, numpy's, torch's
         if prompt.ndim != 1:
             raise ValueError(
                 f"the prompt must be one row of token ids, not {prompt.ndim}-D"
@@ -58,8 +59,10 @@ def prompt_ids(prompt: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
     for token in ids:
-        if not hasattr(token, "__index__"):
-            raise ValueError(f"the prompt must be a row of token ids, not {token!r}")
+        if not isinstance(token, numbers.Integral):
+            raise ValueError(
+                f"the prompt must be one row of token ids, but it holds {token!r}"
+            )
         if not 0 <= token < vocab_size:
             raise ValueError(
                 f"token id {token} is outside the model's vocabulary of {vocab_size}"
@@ -90,7 +93,8 @@ def steps(
             "the model has no MTP head; convert a checkpoint that ships one with "
             "convert.py, or generate without MTP"
         )
-    target = FAMILIES[model.model_type].Target(model)
+    family = family_of({"model_type": getattr(model, "model_type", None)})
+    target = family.Target(model)
     ids = prompt_ids(prompt, target.vocab_size)
     drafting = mtp and num_draft_tokens > 0
     loop = Loop(
@@ -107,14 +111,19 @@ def steps(
 
 def _emit(loop: Loop, max_tokens: int) -> Generator[Step, None, None]:
     """The rounds of a single row, token by token, cut at ``max_tokens``."""
-    stats, count = SpeculationStats(), 0
+    zeros = (0,) * loop.num_draft_tokens
+    stats, count = SpeculationStats(num_accepted_tokens_per_pos=zeros), 0
     if max_tokens == 0:
         return
     for result in loop:
         (tokens,) = result.tokens
         stats = stats.after(result.num_draft_tokens, len(tokens) - 1)
+        with mx.stream(loop.stream):
+            logprobs = [result.logprobs[0, i] for i in range(len(tokens))]
+        # Only then can another thread read them.
+        mx.async_eval(logprobs)
         for i, token in enumerate(tokens):
-            yield Step(token, result.logprobs[0, i], i < len(tokens) - 1, stats)
+            yield Step(token, logprobs[i], i < len(tokens) - 1, stats)
             count += 1
             if count == max_tokens:
                 return
@@ -270,7 +279,7 @@ def generate(
     """
     responses = stream_generate(model, tokenizer, prompt, **kwargs)
     if verbose:
-        return print_stream(responses)
+        return print_stream(responses, mtp=bool(kwargs.get("mtp", True)))
     return "".join(response.text for response in responses)
 
 

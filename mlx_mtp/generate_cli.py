@@ -1,13 +1,15 @@
 """``python generate.py``: flags of mlx-lm's command, plus ``--mtp`` and ``--json``."""
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .cli import run
+from .cli import one_line, run
 from .generate import (
     MAX_DRAFT_TOKENS,
     MAX_TOKENS,
@@ -37,6 +39,13 @@ def positive(text: str) -> int:
 
 def max_tokens(text: str) -> int:
     return -1 if text == "-1" else positive(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text}")
+    return value
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -78,7 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--system-prompt", help="system message of the chat template")
     parser.add_argument(
         "--chat-template-config",
-        type=json.loads,
+        type=json_object,
         default={},
         metavar="JSON",
         help="more arguments of the chat template, such as "
@@ -107,12 +116,14 @@ def prompt_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> list[int
     messages = [{"role": "user", "content": text}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": args.system_prompt})
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=True,
-        **args.chat_template_config,
-    )
+    options = {"add_generation_prompt": True} | args.chat_template_config
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template may raise anything
+        raise ValueError(
+            f"the chat template fails ({one_line(error)}); change --system-prompt and "
+            "--chat-template-config, or use --ignore-chat-template"
+        ) from error
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -133,13 +144,17 @@ def generate_from_args(args: argparse.Namespace) -> None:
         prefill_step_size=args.prefill_step_size,
     )
     if not args.json:
-        print_stream(responses)
+        print_stream(responses, mtp=args.mtp)
         return
-    collected = list(responses)
-    last = collected[-1]
+    texts, tokens = [], []
+    # mlx-lm prints a warning where a model nearly fills the memory.
+    with contextlib.redirect_stdout(sys.stderr):
+        for last in responses:  # each holds log-probabilities: kept one at a time
+            texts.append(last.text)
+            tokens.append(last.token)
     document = {
-        "text": "".join(response.text for response in collected),
-        "tokens": [response.token for response in collected],
+        "text": "".join(texts),
+        "tokens": tokens,
         "finish_reason": last.finish_reason,
         "prompt_tokens": last.prompt_tokens,
         "generation_tokens": last.generation_tokens,

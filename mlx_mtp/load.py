@@ -41,7 +41,8 @@ def load(
 
     Args:
         path_or_hf_repo: a directory, or ``owner/name`` on the Hugging Face hub.
-        lazy: leave the weights on disk until they are used. Default: ``False``.
+        lazy: leave the weights on disk until they are used, which must be in the
+            thread that calls this. Default: ``False``.
         mtp: attach the head if there is one. Default: ``True``.
         tokenizer_config: keyword arguments for the tokenizer.
         revision: branch, tag or commit of a repository.

@@ -21,8 +21,8 @@ class GenerationResponse(BaseResponse):
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
 
-def print_stream(responses: Iterable[GenerationResponse]) -> str:
-    """Print and return the text; mlx-lm's layout, with a line on MTP where it ran."""
+def print_stream(responses: Iterable[GenerationResponse], *, mtp: bool) -> str:
+    """Print and return the text; mlx-lm's layout, and a line on MTP if it was on."""
     print(RULE)
     text, last = [], None
     for last in responses:
@@ -35,16 +35,19 @@ def print_stream(responses: Iterable[GenerationResponse]) -> str:
         f"{last.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {last.peak_memory:.3f} GB"
     )
-    stats = last.stats
-    if stats.num_drafts:
-        per_position = ", ".join(
-            f"{count / stats.num_drafts:.2f}"
-            for count in stats.num_accepted_tokens_per_pos
-        )
-        print(
-            f"MTP: K = {len(stats.num_accepted_tokens_per_pos)}, "
-            f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted "
-            f"(rate {stats.acceptance_rate:.3f}; by position {per_position}), "
-            f"{stats.mean_acceptance_length:.2f} tokens per round"
-        )
+    if mtp:
+        print(acceptance_line(last.stats))
     return "".join(text)
+
+
+def acceptance_line(stats: SpeculationStats) -> str:
+    per_position = stats.num_accepted_tokens_per_pos
+    line = f"MTP: K = {len(per_position)}, "
+    if stats.num_drafts == 0:
+        return line + "no drafts"
+    rates = ", ".join(f"{count / stats.num_drafts:.2f}" for count in per_position)
+    return line + (
+        f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted "
+        f"(rate {stats.acceptance_rate:.3f}; by position {rates}), "
+        f"{stats.mean_acceptance_length:.2f} tokens per round"
+    )

@@ -4,7 +4,7 @@ Filters are mlx-lm's own functions in its order: top-p, min-p, XTC and top-k on
 log-probabilities, temperature last.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -69,11 +69,11 @@ class SamplingParams:
                 value = getattr(self, name)
                 raise ValueError(f"{name} must be {allowed}, not {value}")
 
-    def rule(self) -> Rule:
-        """The decoding rule for these parameters."""
+    def rule(self, seeds: Sequence[int] | None = None) -> Rule:
+        """The decoding rule for these parameters; ``seeds`` gives every row its own."""
         if self.temp == 0:
             return Greedy()
-        seed = self.seed
+        seed = self.seed if seeds is None else seeds
         if seed is None:
             seed = mx.random.randint(0, 1 << 31, shape=()).item()
         shape = self.shape_with(seed)
@@ -81,7 +81,7 @@ class SamplingParams:
             return Coupled(shape, seed)
         return Rejection(shape, seed, by_block=self.acceptance == "block")
 
-    def shape_with(self, seed: int) -> Callable[[mx.array, mx.array], mx.array]:
+    def shape_with(self, seed: noise.Seeds) -> Callable[[mx.array, mx.array], mx.array]:
         """Filters and temperature: (log-probs [B, T, V], positions [B, T]) -> float32.
 
         The filters see the log-probabilities in the model's dtype, as in mlx-lm.

@@ -21,7 +21,7 @@ def family_of(config: dict) -> ModuleType:
         ValueError: for a ``model_type`` that is not supported.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported; "
             f"supported are: {', '.join(sorted(FAMILIES))}"

@@ -5,6 +5,7 @@ it. Nothing here touches ``mx.random.state``.
 """
 
 import zlib
+from collections.abc import Sequence
 from enum import Enum
 
 import mlx.core as mx
@@ -12,6 +13,8 @@ import mlx.core as mx
 WORD = 0xFFFFFFFF
 # Places within a round: its drafts and the token behind them.
 PLACES_PER_ROUND = 16
+
+Seeds = int | Sequence[int]
 
 
 class Purpose(Enum):
@@ -33,17 +36,24 @@ def fold(seed: int) -> int:
     return word
 
 
-def stream(seed: int, purpose: Purpose | None = None) -> int:
-    """The first word of the keys of a seed, or of a seed's stream for a purpose."""
-    if purpose is None:
-        return fold(seed)
-    return zlib.crc32(f"{fold(seed)} {purpose.value}".encode())
+def stream(seed: Seeds, purpose: Purpose | None = None) -> mx.array:
+    """First words of the keys, [1] or [B] uint32.
+
+    Args:
+        seed: one for all rows or one for each.
+        purpose: a stream of its own of each seed; None for the seed itself.
+    """
+    words = [fold(one) for one in ([seed] if isinstance(seed, int) else seed)]
+    if purpose is not None:
+        words = [zlib.crc32(f"{word} {purpose.value}".encode()) for word in words]
+    return mx.array(words, mx.uint32)
 
 
-def keys(first_word: int, places: mx.array) -> mx.array:
-    """[...] -> [..., 2] uint32."""
-    places = places.astype(mx.uint32)
-    return mx.stack([mx.full(places.shape, first_word, mx.uint32), places], axis=-1)
+def keys(stream: mx.array, places: mx.array) -> mx.array:
+    """Keys [B, ..., 2] for a stream [1] or [B] and places in it [B, ...]."""
+    stream = stream.reshape(-1, *[1] * (places.ndim - 1))
+    words = (mx.broadcast_to(stream, places.shape), places.astype(mx.uint32))
+    return mx.stack(words, axis=-1)
 
 
 def place_in_round(start: mx.array, index: int | mx.array) -> mx.array:
@@ -64,6 +74,8 @@ def gumbel(keys: mx.array, size: int) -> mx.array:
 
 def uniform(keys: mx.array) -> mx.array:
     """Uniform numbers [...] float32 in [0, 1)."""
+    if keys.size == 0:  # mlx divides by zero on no keys
+        return mx.zeros(keys.shape[:-1])
     flat = keys.reshape(-1, 2)
     rows = mx.vmap(lambda key: mx.random.uniform(key=key))(flat)
     return rows.reshape(keys.shape[:-1])

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from . import accept, noise
 from .accept import Accepted
-from .noise import Purpose
+from .noise import Purpose, Seeds
 
 # (log-probabilities [B, T, V], positions [B, T]) -> log-weights [B, T, V] in float32:
 # filters and temperature, the same for target and drafter.
@@ -129,7 +129,7 @@ class Coupled(Matching):
     https://arxiv.org/abs/2408.07978).
     """
 
-    def __init__(self, shape: Shape, seed: int):
+    def __init__(self, shape: Shape, seed: Seeds):
         self.shape, self.stream = shape, noise.stream(seed)
 
     def sample(self, logprobs: mx.array, at: mx.array) -> mx.array:
@@ -160,11 +160,11 @@ class Rejection:
 
     Args:
         shape: filters and temperature.
-        seed: of all random numbers.
+        seed: of all random numbers; one, or one for each row.
         by_block: judge all drafts together (``accept.block``) instead of one by one.
     """
 
-    def __init__(self, shape: Shape, seed: int, *, by_block: bool = False):
+    def __init__(self, shape: Shape, seed: Seeds, *, by_block: bool = False):
         self.shape, self.by_block = shape, by_block
         self.streams = {p: noise.stream(seed, p) for p in Purpose}
 
