@@ -5,13 +5,10 @@ The functions are mlx-lm's: ``load``, ``generate``, ``stream_generate``, ``conve
 
 from ._version import __version__
 from .convert import convert
-from .generate import (
-    GenerationResponse,
-    generate,
-    mtp_generate_step,
-    stream_generate,
-)
+from .generate import generate, stream_generate
+from .generate_step import mtp_generate_step
 from .load import load
+from .response import GenerationResponse
 from .speculative.stats import SpeculationStats
 
 __all__ = [

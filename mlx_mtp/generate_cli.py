@@ -10,16 +10,17 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cli import one_line, run
-from .generate import (
+from .generate import stream_generate
+from .generate_step import (
     MAX_DRAFT_TOKENS,
     MAX_TOKENS,
     NUM_DRAFT_TOKENS,
     PREFILL_STEP_SIZE,
     check_num_draft_tokens,
-    stream_generate,
 )
 from .load import DEMO_PATH, load
 from .response import print_stream
+from .sampling import ACCEPTANCE, SamplingParams
 
 
 def num_draft_tokens(text: str) -> int:
@@ -99,10 +100,65 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=PREFILL_STEP_SIZE,
         help="prompt tokens per prefill chunk (default: %(default)s)",
     )
+    add_sampling(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document and nothing else"
     )
     return parser.parse_args(argv)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Flags of the sampling parameters, penalties and stops; defaults are the API's."""
+    defaults = SamplingParams()
+    sampling = parser.add_argument_group("sampling")
+    for name, kind, text in (
+        ("temp", float, "temperature; 0 takes the most likely token"),
+        ("top_p", float, "keep the most likely tokens up to this mass"),
+        ("top_k", int, "keep this many tokens; 0 keeps all"),
+        ("min_p", float, "drop tokens below this share of the likeliest one's"),
+        ("min_tokens_to_keep", int, "tokens that min-p always keeps"),
+        ("xtc_probability", float, "chance of XTC at a token"),
+        ("xtc_threshold", float, "probability above which XTC drops, 0 to 0.5"),
+        ("seed", int, "seed of all random numbers"),
+    ):
+        sampling.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=getattr(defaults, name),
+            help=f"{text} (default: %(default)s)",
+        )
+    sampling.add_argument(
+        "--acceptance",
+        choices=ACCEPTANCE,
+        default=defaults.acceptance,
+        help="how sampled drafts are judged; 'coupled' gives the same text for a seed "
+        "with and without --mtp (default: %(default)s)",
+    )
+    for name in ("repetition", "presence", "frequency"):
+        sampling.add_argument(
+            f"--{name}-penalty", type=float, help=f"mlx-lm's {name} penalty"
+        )
+    stops = parser.add_argument_group("stops")
+    stops.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the text before TEXT"
+    )
+    stops.add_argument(
+        "--extra-eos-token",
+        nargs="+",
+        default=(),
+        metavar="TOKEN",
+        help="more end tokens",
+    )
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``stream_generate`` among the flags."""
+    names = (
+        *("temp", "top_p", "top_k", "min_p", "min_tokens_to_keep"),
+        *("xtc_probability", "xtc_threshold", "seed", "acceptance"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop"),
+    )
+    return {name: getattr(args, name) for name in names}
 
 
 def prompt_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> list[int]:
@@ -134,6 +190,8 @@ def generate_from_args(args: argparse.Namespace) -> None:
             f"{args.model} has no MTP head; convert the original with convert.py, or "
             "leave --mtp out"
         )
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
     responses = stream_generate(
         model,
         tokenizer,
@@ -142,6 +200,7 @@ def generate_from_args(args: argparse.Namespace) -> None:
         mtp=args.mtp,
         num_draft_tokens=args.num_draft_tokens,
         prefill_step_size=args.prefill_step_size,
+        **options_of(args),
     )
     if not args.json:
         print_stream(responses, mtp=args.mtp)

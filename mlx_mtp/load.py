@@ -20,6 +20,7 @@ from .hub import LOAD_PATTERNS, resolve
 from .models import family_of
 from .safetensors_check import check_file
 from .source import read_config
+from .stop import end_token_ids
 
 MAX_REASON = 200
 DEMO_PATH = Path(__file__).parent / "demo"
@@ -77,7 +78,7 @@ def load(
     if mtp and marker is not None:
         model.mtp = load_head(head_file, family.MTPHead(family.head_args(model)))
     # Before the weights are read, which can take minutes.
-    tokenizer = _load_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
+    tokenizer = _load_tokenizer(path, tokenizer_config)
     if not lazy:
         with _explained(path, CONVERT_AGAIN):
             mx.eval(model.parameters())
@@ -95,12 +96,12 @@ def _explained(path: Path, way_out: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be loaded ({reason}); {way_out}") from error
 
 
-def _load_tokenizer(
-    path: Path, tokenizer_config: dict | None, eos_token_ids: int | list[int] | None
-) -> TokenizerWrapper:
+def _load_tokenizer(path: Path, tokenizer_config: dict | None) -> TokenizerWrapper:
+    """mlx-lm's tokenizer, stopping at the end tokens of every file that names some."""
     way_out = "download the original's tokenizer files"
     with _explained(path, way_out):
-        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids)
+        tokenizer = load_tokenizer(path, tokenizer_config)
+        tokenizer.eos_token_ids = tokenizer.eos_token_ids | end_token_ids(path)
     # Without its files transformers builds a tokenizer that knows no text.
     if not tokenizer.encode("a", add_special_tokens=False):
         raise ValueError(f"{path} has no usable tokenizer; {way_out}")

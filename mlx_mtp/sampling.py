@@ -6,12 +6,19 @@ log-probabilities, temperature last.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    make_logits_processors,
+)
 
 from .speculative import noise
 from .speculative.noise import Purpose
+from .speculative.processors import LogitsProcessor, Stateless
 from .speculative.rules import Called, Coupled, Greedy, Rejection, Rule
 
 ACCEPTANCE = ("rejection", "block", "coupled")
@@ -43,7 +50,7 @@ class SamplingParams:
     min_tokens_to_keep: int = 1
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    xtc_special_tokens: tuple[int, ...] = ()
+    xtc_special_tokens: Sequence[int] = ()
     seed: int | None = None
     acceptance: str = "rejection"
 
@@ -117,8 +124,63 @@ class SamplingParams:
         return mx.where(drop, -mx.inf, logprobs)
 
 
-def rule_for(
-    params: SamplingParams, sampler: Callable[[mx.array], mx.array] | None = None
-) -> Rule:
-    """The rule of a caller's ``sampler`` if there is one, else that of ``params``."""
-    return params.rule() if sampler is None else Called(sampler)
+class ChoiceOptions(TypedDict, total=False):
+    """How tokens are chosen: keywords of the generating functions.
+
+    Sampling is described at :class:`SamplingParams`. ``sampler`` is a caller's own, as
+    mlx-lm's: log-probabilities [B, V] -> tokens [B]; drafts are then greedy and
+    accepted when equal to its token. ``logits_processors`` are callables ``(tokens [n],
+    logits [1, V]) -> logits``, see :mod:`mlx_mtp.speculative.processors`. Penalties and
+    ``logit_bias`` (token id -> added to its logit) are mlx-lm's.
+    """
+
+    temp: float
+    top_p: float
+    top_k: int
+    min_p: float
+    min_tokens_to_keep: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int]
+    seed: int | None
+    acceptance: str
+    sampler: Callable[[mx.array], mx.array] | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    logit_bias: dict[int, float] | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+
+
+PENALTIES = ("repetition", "presence", "frequency")
+
+
+def choice(
+    vocab_size: int, **options: Unpack[ChoiceOptions]
+) -> tuple[Rule, list[LogitsProcessor]]:
+    """The rule and the logits processors for some options.
+
+    Raises:
+        ValueError: for a value out of range.
+        TypeError: for an unknown option.
+    """
+    sampler = options.pop("sampler", None)
+    processors = [*(options.pop("logits_processors", None) or ())]
+    names = [f"{p}_{kind}" for p in PENALTIES for kind in ("penalty", "context_size")]
+    chosen = {name: options.pop(name) for name in names if name in options}
+    bias = options.pop("logit_bias", None) or {}
+    for token in bias:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"logit_bias names token {token}, outside the vocabulary of "
+                f"{vocab_size}"
+            )
+    penalties = make_logits_processors(logit_bias=bias, **chosen)
+    params = SamplingParams(**options)
+    if sampler is not None and params.temp > 0:
+        raise ValueError(f"give a sampler or temp ({params.temp}), not both")
+    rule = params.rule() if sampler is None else Called(sampler)
+    return rule, [*map(Stateless, penalties), *processors]

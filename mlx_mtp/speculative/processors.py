@@ -57,36 +57,31 @@ class Processors:
     ):
         self.processors, self.end_tokens = list(processors), end_tokens
         self.history = mx.array(list(prompt))
-        self.shapes_drafts = all(
-            hasattr(p, "snapshot") and hasattr(p, "restore") for p in self.processors
-        )
+        self.shaping = [
+            p
+            for p in self.processors
+            if hasattr(p, "snapshot") and hasattr(p, "restore")
+        ]
         self._saved: list[Any] = []
         self._draft_history = self.history
 
-    def apply(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        for processor in self.processors:
-            logits = processor(tokens, logits)
-        return logits
-
     def before_drafts(self) -> None:
-        if self.shapes_drafts:
-            self._saved = [p.snapshot() for p in self.processors]
-            self._draft_history = self.history
+        self._saved = [p.snapshot() for p in self.shaping]
+        self._draft_history = self.history
 
     def after_drafts(self) -> None:
-        if self.shapes_drafts:
-            for processor, state in zip(self.processors, self._saved, strict=True):
-                processor.restore(state)
+        for processor, state in zip(self.shaping, self._saved, strict=True):
+            processor.restore(state)
 
     def shape_draft(self, logits: mx.array) -> mx.array:
         """The head's logits [1, 1, V] as the target's will be."""
-        if not self.shapes_drafts:
+        if not self.shaping:
             return logits
-        return self.apply(self._draft_history, logits[:, 0])[:, None]
+        return apply(self.shaping, self._draft_history, logits[:, 0])[:, None]
 
     def drafted(self, token: mx.array) -> None:
         """Tell the next draft step what this one [1, 1] has chosen."""
-        if self.shapes_drafts:
+        if self.shaping:
             self._draft_history = _append(self._draft_history, token.item())
 
     def judge(
@@ -103,7 +98,8 @@ class Processors:
         tokens, rows = [], []
         count = drafts.tokens.shape[1]
         for i in range(count + 1):
-            rows.append(log_probs(self.apply(self.history, logits[:, i])))
+            processed = apply(self.processors, self.history, logits[:, i])
+            rows.append(log_probs(processed))
             draft = drafts.tokens[:, i : i + 1]
             probs = None if drafts.probs is None else drafts.probs[:, i : i + 1]
             token, accepted = rule.one(draft, probs, rows[-1][:, None], start, i)
@@ -113,6 +109,14 @@ class Processors:
             if tokens[-1] in self.end_tokens or not (i < count and accepted.item()):
                 break
         return tokens, rows
+
+
+def apply(
+    processors: Sequence[LogitsProcessor], tokens: mx.array, logits: mx.array
+) -> mx.array:
+    for processor in processors:
+        logits = processor(tokens, logits)
+    return logits
 
 
 def judge_rows(

@@ -1,0 +1,186 @@
+"""Token ids -> token ids: check the arguments, set up an engine, emit its rounds."""
+
+import numbers
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from .models import family_of
+from .sampling import ChoiceOptions, choice
+from .speculative.cache import MAX_BLOCK
+from .speculative.loop import Loop
+from .speculative.processors import Processors
+from .speculative.round import Engine
+from .speculative.stats import SpeculationStats
+
+MAX_TOKENS = 256
+NUM_DRAFT_TOKENS = 2
+MAX_DRAFT_TOKENS = MAX_BLOCK - 1
+PREFILL_STEP_SIZE = 2048
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One emitted token, as the engine's caller sees it."""
+
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    stats: SpeculationStats
+
+
+def check_num_draft_tokens(value: int) -> int:
+    if not isinstance(value, numbers.Integral) or not 0 <= value <= MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"num_draft_tokens must be 0 to {MAX_DRAFT_TOKENS}, not {value!r}"
+        )
+    return value
+
+
+def prompt_ids(prompt: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
+    """Checked token ids: an id past the vocabulary would read foreign memory."""
+    if hasattr(prompt, "tolist"):  # mlx's arrays, numpy's, torch's
+        if prompt.ndim != 1:
+            raise ValueError(
+                f"the prompt must be one row of token ids, not {prompt.ndim}-D"
+            )
+        prompt = prompt.tolist()
+    ids = list(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    for token in ids:
+        if not isinstance(token, numbers.Integral):
+            raise ValueError(
+                f"the prompt must be one row of token ids, but it holds {token!r}"
+            )
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"token id {token} is outside the model's vocabulary of {vocab_size}"
+            )
+    return [int(token) for token in ids]
+
+
+def steps(
+    prompt: Sequence[int] | mx.array,
+    model: nn.Module,
+    *,
+    mtp: bool,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    max_tokens: int = MAX_TOKENS,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prompt_progress_callback: Progress | None = None,
+    end_tokens: Collection[int] = (),
+    **options: Unpack[ChoiceOptions],
+) -> Iterator[Step]:
+    """Check everything at once, then return the iterator over the emitted tokens.
+
+    Args:
+        end_tokens: no logits processor is called behind one of them.
+    """
+    check_num_draft_tokens(num_draft_tokens)
+    if max_tokens < -1:
+        raise ValueError(f"max_tokens must be -1 (no limit) or more, not {max_tokens}")
+    if prefill_step_size < 1:
+        raise ValueError(
+            f"prefill_step_size must be 1 or more, not {prefill_step_size}"
+        )
+    if mtp and getattr(model, "mtp", None) is None:
+        raise ValueError(
+            "the model has no MTP head; convert a checkpoint that ships one with "
+            "convert.py, or generate without MTP"
+        )
+    family = family_of({"model_type": getattr(model, "model_type", None)})
+    target = family.Target(model)
+    ids = prompt_ids(prompt, target.vocab_size)
+    rule, processors = choice(target.vocab_size, **options)
+    drafting = mtp and num_draft_tokens > 0
+    loop = Loop(
+        Engine(
+            target,
+            model.mtp if drafting else None,
+            rule=rule,
+            processors=[Processors(processors, ids, end_tokens)]
+            if processors
+            else None,
+        ),
+        [ids],
+        num_draft_tokens=num_draft_tokens if drafting else 0,
+        max_tokens=max_tokens,
+        prefill_step_size=prefill_step_size,
+        stream=generation_stream,
+        progress=prompt_progress_callback,
+    )
+    return _emit(loop, max_tokens)
+
+
+def _emit(loop: Loop, max_tokens: int) -> Generator[Step, None, None]:
+    """The rounds of a single row, token by token, cut at ``max_tokens``."""
+    zeros = (0,) * loop.num_draft_tokens
+    stats, count = SpeculationStats(num_accepted_tokens_per_pos=zeros), 0
+    if max_tokens == 0:
+        return
+    for result in loop:
+        (tokens,) = result.tokens
+        stats = stats.after(result.num_draft_tokens, len(tokens) - 1)
+        with mx.stream(loop.stream):
+            logprobs = [result.logprobs[0, i] for i in range(len(tokens))]
+        # Only then can another thread read them.
+        mx.async_eval(logprobs)
+        for i, token in enumerate(tokens):
+            yield Step(token, logprobs[i], i < len(tokens) - 1, stats)
+            count += 1
+            if count == max_tokens:
+                return
+
+
+def mtp_generate_step(
+    prompt: Sequence[int] | mx.array,
+    model: nn.Module,
+    *,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    max_tokens: int = MAX_TOKENS,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prompt_progress_callback: Progress | None = None,
+    **options: Unpack[ChoiceOptions],
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Generate token ids with the model's MTP head.
+
+    The tokens have the distribution of plain decoding; greedy ones, and ``coupled``
+    ones for a seed, are plain decoding's own. It does not stop at an end token.
+
+    Args:
+        prompt: token ids, a list or a 1-D array.
+        model: from :func:`mlx_mtp.load`, with a head.
+        num_draft_tokens: drafts per round, 0 to 8; 0 decodes plainly. Default: 2.
+        max_tokens: tokens to yield; -1 for no limit. Default: 256.
+        prefill_step_size: prompt tokens per prefill chunk. Default: 2048.
+        prompt_progress_callback: called with the prompt tokens done and in all.
+        options: how tokens are chosen, see :class:`mlx_mtp.sampling.ChoiceOptions`.
+            Default: the most likely token.
+
+    Yields:
+        token id; the target's log-probabilities [V] for it, in the model's dtype, after
+        logits processors and before filters; whether the head had drafted it.
+
+    Raises:
+        ValueError: the model has no head, the prompt is empty or holds an id outside
+            the vocabulary, or an argument is out of range.
+        TypeError: for an unknown option.
+    """
+    iterator = steps(
+        prompt,
+        model,
+        mtp=True,
+        num_draft_tokens=num_draft_tokens,
+        max_tokens=max_tokens,
+        prefill_step_size=prefill_step_size,
+        prompt_progress_callback=prompt_progress_callback,
+        **options,
+    )
+    return ((step.token, step.logprobs, step.from_draft) for step in iterator)
