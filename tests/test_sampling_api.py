@@ -204,9 +204,9 @@ class TestCommandLine:
         assert (got["text"], got["finish_reason"]) == ("aé🙂", "stop")
 
     def test_penalty(self, capsys, random_dir):
-        flags = ("--max-tokens", 12)
+        flags = ("--max-tokens", 40)
         plain = self.run(capsys, random_dir, *flags)
-        flags = (*flags, "--repetition-penalty", 2, "--presence-penalty", 3)
+        flags = (*flags, "--frequency-penalty", 20)
         bent = self.run(capsys, random_dir, *flags)
         assert bent["tokens"] != plain["tokens"]
         assert self.run(capsys, random_dir, "--mtp", *flags)["tokens"] == bent["tokens"]
