@@ -206,7 +206,7 @@ class TestCommandLine:
     def test_penalty(self, capsys, random_dir):
         flags = ("--max-tokens", 40)
         plain = self.run(capsys, random_dir, *flags)
-        flags = (*flags, "--frequency-penalty", 20)
+        flags = (*flags, "--presence-penalty=-50", "--repetition-penalty", 1.1)
         bent = self.run(capsys, random_dir, *flags)
         assert bent["tokens"] != plain["tokens"]
         assert self.run(capsys, random_dir, "--mtp", *flags)["tokens"] == bent["tokens"]
