@@ -64,10 +64,11 @@ class Processors:
         ]
         self._saved: list[Any] = []
         self._draft_history = self.history
+        self._draft_ended = False
 
     def before_drafts(self) -> None:
         self._saved = [p.snapshot() for p in self.shaping]
-        self._draft_history = self.history
+        self._draft_history, self._draft_ended = self.history, False
 
     def after_drafts(self) -> None:
         for processor, state in zip(self.shaping, self._saved, strict=True):
@@ -75,14 +76,16 @@ class Processors:
 
     def shape_draft(self, logits: mx.array) -> mx.array:
         """The head's logits [1, 1, V] as the target's will be."""
-        if not self.shaping:
+        if not self.shaping or self._draft_ended:
             return logits
         return apply(self.shaping, self._draft_history, logits[:, 0])[:, None]
 
     def drafted(self, token: mx.array) -> None:
         """Tell the next draft step what this one [1, 1] has chosen."""
         if self.shaping:
-            self._draft_history = _append(self._draft_history, token.item())
+            value = token.item()
+            self._draft_history = _append(self._draft_history, value)
+            self._draft_ended |= value in self.end_tokens
 
     def judge(
         self, rule: Rule, drafts: Drafts, logits: mx.array, start: mx.array
