@@ -8,6 +8,11 @@ from .convert import convert
 from .generate import generate, stream_generate
 from .generate_step import mtp_generate_step
 from .load import load
+from .prompt_cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from .response import GenerationResponse
 from .speculative.stats import SpeculationStats
 
@@ -18,6 +23,9 @@ __all__ = [
     "convert",
     "generate",
     "load",
+    "load_prompt_cache",
+    "make_prompt_cache",
     "mtp_generate_step",
+    "save_prompt_cache",
     "stream_generate",
 ]

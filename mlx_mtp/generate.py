@@ -3,6 +3,7 @@
 Functions and keywords are mlx-lm's; the defaults here are the command line's as well.
 """
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Unpack
@@ -46,6 +47,7 @@ def stream_generate(
     stop: str | Sequence[str] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
+    prompt_cache: list[Any] | None = None,
     **options: Unpack[ChoiceOptions],
 ) -> Iterator[GenerationResponse]:
     """Generate text, one response per token, the end token included.
@@ -60,6 +62,9 @@ def stream_generate(
         stop: strings that end the text; neither they nor what follows is shown.
         prefill_step_size: prompt tokens per prefill chunk. Default: 2048.
         prompt_progress_callback: called with the prompt tokens done and in all.
+        prompt_cache: from :func:`mlx_mtp.make_prompt_cache` or mlx-lm's function of
+            that name. It holds the text before ``prompt``; in the end it holds prompt
+            and output as well, the end token included.
         options: how tokens are chosen, with and without MTP, see
             :class:`mlx_mtp.sampling.ChoiceOptions`. Default: the most likely token.
 
@@ -91,13 +96,14 @@ def stream_generate(
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=prompt_progress_callback,
         end_tokens=end_tokens,
+        prompt_cache=prompt_cache,
         **options,
     )
     return _respond(iterator, model, tokenizer, matcher, len(ids), max_tokens)
 
 
 def _respond(
-    iterator: Iterator[Step],
+    iterator: Generator[Step, None, None],
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     matcher: StopStrings,
@@ -106,7 +112,7 @@ def _respond(
 ) -> Generator[GenerationResponse, None, None]:
     """Detokenise, stop where the text ends, and time both phases."""
     detokenizer = tokenizer.detokenizer
-    with wired_limit(model, [generation_stream]):
+    with wired_limit(model, [generation_stream]), contextlib.closing(iterator):
         start = time.perf_counter()
         for count, step in enumerate(iterator, 1):
             if count == 1:
@@ -122,6 +128,8 @@ def _respond(
             if last and not stopped:
                 text += matcher.flush()
             reason = "stop" if ended or stopped else "length" if last else None
+            if reason:  # a caller may use its prompt cache from here on
+                iterator.close()
             yield GenerationResponse(
                 text=text,
                 token=step.token,

@@ -1,15 +1,18 @@
 """Token ids -> token ids: check the arguments, set up an engine, emit its rounds."""
 
+import contextlib
 import numbers
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from functools import partial
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from .models import family_of
+from .prompt_cache import PromptCache, adopt, give_back
 from .sampling import ChoiceOptions, choice
 from .speculative.cache import MAX_BLOCK
 from .speculative.loop import Loop
@@ -76,12 +79,14 @@ def steps(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
     end_tokens: Collection[int] = (),
+    prompt_cache: list[Any] | None = None,
     **options: Unpack[ChoiceOptions],
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Check everything at once, then return the iterator over the emitted tokens.
 
     Args:
         end_tokens: no logits processor is called behind one of them.
+        prompt_cache: holds the text before ``prompt``, and all of it in the end.
     """
     check_num_draft_tokens(num_draft_tokens)
     if max_tokens < -1:
@@ -100,15 +105,15 @@ def steps(
     ids = prompt_ids(prompt, target.vocab_size)
     rule, processors = choice(target.vocab_size, **options)
     drafting = mtp and num_draft_tokens > 0
+    cache = None if prompt_cache is None else adopt(prompt_cache)
+    if cache is not None and len(cache) != len(model.layers):
+        raise ValueError(
+            f"the prompt cache has {len(cache)} layers, the model {len(model.layers)}"
+        )
+    rows = [Processors(processors, ids, end_tokens)] if processors else None
+    history = None if cache is None else cache.history
     loop = Loop(
-        Engine(
-            target,
-            model.mtp if drafting else None,
-            rule=rule,
-            processors=[Processors(processors, ids, end_tokens)]
-            if processors
-            else None,
-        ),
+        Engine(target, model.mtp if drafting else None, 1, rule, rows, history),
         [ids],
         num_draft_tokens=num_draft_tokens if drafting else 0,
         max_tokens=max_tokens,
@@ -116,27 +121,50 @@ def steps(
         stream=generation_stream,
         progress=prompt_progress_callback,
     )
-    return _emit(loop, max_tokens)
+    if cache is None:
+        return _emit(loop, max_tokens)
+    iterator = _emit(loop, max_tokens, partial(_keep, loop, cache, prompt_cache))
+    cache.lend(iterator)
+    return iterator
 
 
-def _emit(loop: Loop, max_tokens: int) -> Generator[Step, None, None]:
-    """The rounds of a single row, token by token, cut at ``max_tokens``."""
+def _keep(loop: Loop, cache: PromptCache, given: list[Any], count: int) -> None:
+    """Leave prompt and output in the caller's cache."""
+    cache.tokens += loop.finish(count)
+    drafter = loop.engine.drafter
+    # A head that has missed a part of the text starts afresh.
+    cache.head = drafter.cache if drafter else None
+    cache.carry = loop.engine.carry if drafter else None
+    if given is not cache:
+        give_back(given, cache)
+
+
+def _emit(
+    loop: Loop, max_tokens: int, keep: Callable[[int], None] = lambda count: None
+) -> Generator[Step, None, None]:
+    """The rounds of a single row, token by token, cut at ``max_tokens``.
+
+    However it ends, ``keep`` is told how many tokens of the last round went out.
+    """
     zeros = (0,) * loop.num_draft_tokens
-    stats, count = SpeculationStats(num_accepted_tokens_per_pos=zeros), 0
+    stats, count, out = SpeculationStats(num_accepted_tokens_per_pos=zeros), 0, 0
     if max_tokens == 0:
         return
-    for result in loop:
-        (tokens,) = result.tokens
-        stats = stats.after(result.num_draft_tokens, len(tokens) - 1)
-        with mx.stream(loop.stream):
-            logprobs = [result.logprobs[0, i] for i in range(len(tokens))]
-        # Only then can another thread read them.
-        mx.async_eval(logprobs)
-        for i, token in enumerate(tokens):
-            yield Step(token, logprobs[i], i < len(tokens) - 1, stats)
-            count += 1
-            if count == max_tokens:
-                return
+    try:
+        for result in loop:
+            (tokens,) = result.tokens
+            stats = stats.after(result.num_draft_tokens, len(tokens) - 1)
+            with mx.stream(loop.stream):
+                logprobs = [result.logprobs[0, i] for i in range(len(tokens))]
+            # Only then can another thread read them.
+            mx.async_eval(logprobs)
+            for i, token in enumerate(tokens):
+                count, out = count + 1, i + 1
+                yield Step(token, logprobs[i], i < len(tokens) - 1, stats)
+                if count == max_tokens:
+                    return
+    finally:
+        keep(out)
 
 
 def mtp_generate_step(
@@ -147,6 +175,7 @@ def mtp_generate_step(
     max_tokens: int = MAX_TOKENS,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
+    prompt_cache: list[Any] | None = None,
     **options: Unpack[ChoiceOptions],
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Generate token ids with the model's MTP head.
@@ -161,6 +190,8 @@ def mtp_generate_step(
         max_tokens: tokens to yield; -1 for no limit. Default: 256.
         prefill_step_size: prompt tokens per prefill chunk. Default: 2048.
         prompt_progress_callback: called with the prompt tokens done and in all.
+        prompt_cache: from :func:`mlx_mtp.make_prompt_cache` or mlx-lm's function of
+            that name; updated in place. ``prompt`` goes on behind it.
         options: how tokens are chosen, see :class:`mlx_mtp.sampling.ChoiceOptions`.
             Default: the most likely token.
 
@@ -181,6 +212,15 @@ def mtp_generate_step(
         max_tokens=max_tokens,
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=prompt_progress_callback,
+        prompt_cache=prompt_cache,
         **options,
     )
-    return ((step.token, step.logprobs, step.from_draft) for step in iterator)
+    return _triples(iterator)
+
+
+def _triples(
+    iterator: Generator[Step, None, None],
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    with contextlib.closing(iterator):
+        for step in iterator:
+            yield step.token, step.logprobs, step.from_draft

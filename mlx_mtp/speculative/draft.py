@@ -35,9 +35,9 @@ class Drafter:
     Rows made from the head's own output lie past ``offset`` and are overwritten.
     """
 
-    def __init__(self, head: Any, target: Any, batch_size: int):
+    def __init__(self, head: Any, target: Any, batch_size: int, cache: Any = None):
         self.head, self.target = head, target
-        self.cache = head.make_cache(batch_size)
+        self.cache = head.make_cache(batch_size) if cache is None else cache
 
     def prime(
         self, next_tokens: mx.array, hidden: mx.array, lengths: mx.array | None

@@ -45,11 +45,19 @@ def pack(block: Block) -> mx.array:
     return mx.concatenate([block.kept[:, None], block.tokens], axis=1)
 
 
+class Prefilled(NamedTuple):
+    """The caches when ``done`` tokens of the prompt are in them."""
+
+    snapshot: list
+    carry: mx.array | None
+    done: int
+
+
 class Loop:
     """Iterate over the rounds of a batch of prompts.
 
     Args:
-        engine: with empty caches.
+        engine: whose caches hold the same number of positions in every row.
         prompts: token ids per row.
         num_draft_tokens: K of every round, 0 to 8.
         max_tokens: no round is started that could only emit tokens past this many per
@@ -77,16 +85,22 @@ class Loop:
         self.prefill_step_size, self.progress = prefill_step_size, progress
         self.stream, self.depth = stream, depth
         # Per row: positions in the target's caches and tokens emitted, of rounds read.
-        self.known = [len(prompt) - 1 for prompt in prompts]
+        self.known = [engine.length + len(prompt) - 1 for prompt in prompts]
         self.emitted = [0] * len(prompts)
         self.last: ReadRound | None = None
         self._snapshot: list | None = None
+        self._before: list[int] = []  # emitted before the last round, of a single row
         self._block: Block | None = None
+        self._prefilled: Prefilled | None = None
 
     def __iter__(self) -> Iterator[ReadRound]:
         with mx.stream(self.stream):
             block = prefill(
-                self.engine, self.prompts, self.prefill_step_size, self.progress
+                self.engine,
+                self.prompts,
+                self.prefill_step_size,
+                self.progress,
+                self._checkpoint,
             )
             packed = self._enqueue(block)
         waits = self.engine.processors is not None
@@ -112,6 +126,49 @@ class Loop:
             block, packed = following, next_packed
             if count % CLEAR_CACHE_ROUNDS == 0:
                 mx.clear_cache()
+
+    def finish(self, count: int) -> list[int]:
+        """Leave a single row's caches at what has been emitted, nothing pending.
+
+        For any end of the iteration, an exception included. After an interrupted
+        prefill the caches hold the chunks that were done.
+
+        Args:
+            count: tokens of the last round yielded that count as emitted.
+
+        Returns:
+            The ids that this run has added to the caches.
+        """
+        if self._prefilled is None:
+            return []
+        with mx.stream(self.stream):
+            if self._block is None:
+                return self._finish_prefill()
+            self.engine.restore(self._snapshot)
+            tokens = self.last.tokens[0]
+            self.engine.settle(self._block, count, pending=count == len(tokens))
+        return [*self.prompts[0], *self._before, *tokens[:count]]
+
+    def _finish_prefill(self) -> list[int]:
+        prompt, engine = list(self.prompts[0]), self.engine
+        snapshot, carry, done = self._prefilled
+        engine.restore(snapshot)
+        last = mx.array([prompt[-1:]], mx.int32)
+        if done == len(prompt) - 1:
+            if done == 0:
+                engine.prime_carry(last)
+            engine.feed(last)
+            done += 1
+        else:
+            engine.carry = carry
+            if done and engine.drafter:  # this row has seen the token after the chunk
+                cache = engine.drafter.cache
+                cache.rewind(cache.offset - 1, cache.limit)
+        engine.commit()
+        return prompt[:done]
+
+    def _checkpoint(self, done: int, carry: mx.array | None) -> None:
+        self._prefilled = Prefilled(self.engine.snapshot(), carry, done)
 
     def stop(self, counts: Sequence[int]) -> None:
         """Leave the caches at the first ``counts[b]`` tokens of the round last yielded.
@@ -159,6 +216,8 @@ class Loop:
     def _account(
         self, rows: list[list[int]], block: Block, snapshot: list
     ) -> ReadRound:
+        if self.last is not None and len(self.prompts) == 1:
+            self._before += self.last.tokens[0]
         tokens = [row[1 : 1 + row[0]] for row in rows]
         for b, row in enumerate(tokens):
             self.known[b] += len(row)

@@ -39,6 +39,23 @@ class Block(NamedTuple):
         return self.width - 1
 
 
+class History(NamedTuple):
+    """What is in the caches when a run begins or has ended, the same for all rows.
+
+    Args:
+        target: the target's caches.
+        head: the head's cache; None for an empty one.
+        carry: [B, 1, H], the hidden state of the last position, which the head has yet
+            to see together with the next token; None if there is none.
+        length: positions in the target's caches.
+    """
+
+    target: list[Any]
+    head: Any = None
+    carry: mx.array | None = None
+    length: int = 0
+
+
 class Engine:
     """A target, a drafter or none, and their caches for B rows.
 
@@ -50,6 +67,7 @@ class Engine:
         rule: how drafts are chosen and judged.
         processors: the logits processors of every row, or None; with them a round
             reads on the host.
+        history: the caches of an earlier run to go on with; default: empty ones.
     """
 
     def __init__(
@@ -59,11 +77,19 @@ class Engine:
         batch_size: int = 1,
         rule: Rule | None = None,
         processors: Sequence[Processors] | None = None,
+        history: "History | None" = None,
     ):
         self.target, self.rule = target, rule or Greedy()
         self.batch_size, self.processors = batch_size, processors
-        self.cache = target.make_cache(batch_size)
-        self.drafter = None if head is None else Drafter(head, target, batch_size)
+        history = history or History(target.make_cache(batch_size))
+        self.cache, self.carry, self.length = (
+            history.target,
+            history.carry,
+            history.length,
+        )
+        self.drafter = None
+        if head is not None:
+            self.drafter = Drafter(head, target, batch_size, history.head)
 
     @property
     def caches(self) -> list[Any]:
@@ -134,6 +160,38 @@ class Engine:
         if block.width > 1:  # of a single position nothing can be rejected
             for cache in self.cache:
                 cache.keep(block.kept)
+
+    def settle(self, block: Block, count: int, pending: bool) -> None:
+        """Leave the caches at the first ``count`` tokens of the last block, one row.
+
+        They are behind the block's round, nothing later has run. A stop in mid-block
+        runs nothing again; else the last token is pending and is fed.
+
+        Args:
+            count: tokens of the block that stand, 1 or more.
+            pending: whether the last of them is not a draft that has been verified.
+        """
+        if self.drafter:
+            self.drafter.prime(block.tokens[:, :count], block.hidden[:, :count], None)
+        if block.width > 1:
+            kept = mx.array([count if pending else count + 1], mx.int32)
+            for cache in self.cache:
+                cache.keep(kept)
+        if pending:
+            self.feed(block.tokens[:, count - 1 : count])
+        else:
+            self.carry = block.hidden[:, count : count + 1]
+        self.commit()
+        mx.eval([cache.state for cache in self.caches], self.carry)
+
+    def prime_carry(self, tokens: mx.array) -> None:
+        """Show the head the last position of the history and its successor [B, 1]."""
+        if self.drafter and self.carry is not None:
+            self.drafter.prime(tokens, self.carry, None)
+
+    def feed(self, tokens: mx.array) -> None:
+        """Run tokens [B, T] whose successors are not known yet."""
+        self.carry = self.target.hidden(tokens, self.cache)[:, -1:]
 
     def bound(self, limit: int, last_width: int) -> None:
         """Tell the KV caches the host's upper bound of their positions.
