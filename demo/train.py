@@ -6,7 +6,7 @@ few minutes; the same command resumes. ``--minutes`` is CPU time over all runs. 
 learning rate is constant and falls linearly to zero over the last part of a phase.
 
     python demo/corpus.py --out demo/run
-    python demo/train.py --data demo/run --out demo/raw --minutes 90
+    python demo/train.py --data demo/run --out demo/raw --minutes 82
 """
 
 import argparse
@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo checkpoint.")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=90.0)
+    parser.add_argument("--minutes", type=float, default=82.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--bf16",
