@@ -4,6 +4,7 @@ The functions are mlx-lm's: ``load``, ``generate``, ``stream_generate``, ``conve
 """
 
 from ._version import __version__
+from .batch import BatchResponse, batch_generate
 from .convert import convert
 from .generate import generate, stream_generate
 from .generate_step import mtp_generate_step
@@ -17,9 +18,11 @@ from .response import GenerationResponse
 from .speculative.stats import SpeculationStats
 
 __all__ = [
+    "BatchResponse",
     "GenerationResponse",
     "SpeculationStats",
     "__version__",
+    "batch_generate",
     "convert",
     "generate",
     "load",

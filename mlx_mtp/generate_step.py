@@ -69,6 +69,12 @@ def prompt_ids(prompt: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
     return [int(token) for token in ids]
 
 
+def target_of(model: nn.Module) -> Any:
+    """The model in the parts the engine uses."""
+    family = family_of({"model_type": getattr(model, "model_type", None)})
+    return family.Target(model)
+
+
 def steps(
     prompt: Sequence[int] | mx.array,
     model: nn.Module,
@@ -100,8 +106,7 @@ def steps(
             "the model has no MTP head; convert a checkpoint that ships one with "
             "convert.py, or generate without MTP"
         )
-    family = family_of({"model_type": getattr(model, "model_type", None)})
-    target = family.Target(model)
+    target = target_of(model)
     ids = prompt_ids(prompt, target.vocab_size)
     rule, processors = choice(target.vocab_size, **options)
     drafting = mtp and num_draft_tokens > 0

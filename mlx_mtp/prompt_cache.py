@@ -6,6 +6,7 @@ exactly, as plain decoding leaves its cache. mlx-lm's own lists are taken as wel
 have no place for the head's history, so drafting starts afresh behind them.
 """
 
+import copy
 import json
 import weakref
 from collections.abc import Generator, Iterable
@@ -55,6 +56,14 @@ class PromptCache(list):
         self._borrower = None
         if run is not None:
             run.close()
+
+    def copied(self) -> "PromptCache":
+        """A cache of its own with the same contents; nothing is copied until a write."""
+        self.release()
+        new = PromptCache(map(copy.copy, self))
+        new.head, new.carry = copy.copy(self.head), self.carry
+        new.tokens = list(self.tokens)
+        return new
 
     @property
     def history(self) -> History:

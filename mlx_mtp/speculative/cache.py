@@ -142,6 +142,20 @@ class RewindableKVCache(_BaseCache):
         self.offset = mx.concatenate([self.offset, other.offset])
         self.block_start = mx.concatenate([self.block_start, other.block_start])
 
+    def extract(
+        self, snapshot: KVSnapshot, row: int, n: mx.array | None
+    ) -> "RewindableKVCache":
+        """Row ``row`` as ``snapshot`` knew it, cut to ``n`` [1] of its last block.
+
+        With ``n`` None it is not cut.
+        """
+        one, new = slice(row, row + 1), type(self)()
+        new.keys, new.values = self.keys[one], self.values[one]
+        new.block_start = snapshot.block_start[one]
+        new.offset = snapshot.offset[one] if n is None else new.block_start + n
+        new.limit, new.exact = snapshot.limit, False
+        return new
+
     def snapshot(self) -> KVSnapshot:
         """Positions only: what lies below them is never overwritten."""
         return KVSnapshot(self.offset, self.block_start, self.limit, self.exact)
@@ -171,6 +185,7 @@ class RecurrentSnapshot(NamedTuple):
     block: Any
     replay: Replay | None
     pending: mx.array | None
+    recorded: int
 
 
 class RecurrentCache(ArraysCache):
@@ -189,11 +204,12 @@ class RecurrentCache(ArraysCache):
 
     def _forget(self) -> None:
         self.block = self.replay = self.pending = None
+        self._recorded = 0  # rows that the record holds, the first ones
 
     def record(self, block: Any, replay: Replay) -> None:
         """Called by the layer after a block of at most ``MAX_BLOCK`` tokens."""
         assert self.pending is None
-        self.block, self.replay = block, replay
+        self.block, self.replay, self._recorded = block, replay, self.batch_size
 
     def keep(self, n: mx.array) -> None:
         if self.block is None:
@@ -208,13 +224,27 @@ class RecurrentCache(ArraysCache):
         self._forget()
 
     def filter(self, rows: mx.array) -> None:
-        self.commit()
+        """The last block stays on record, so that a row can still be cut inside it."""
+        record = self._carry_out()
         super().filter(rows)
+        if record is not None:
+            kept = [None if x is None else x[rows] for x in record[0]]
+            make = getattr(record[0], "_make", tuple)
+            self.block, self.replay, self._recorded = make(kept), record[1], len(rows)
 
     def extend(self, other: "RecurrentCache") -> None:
-        self.commit()
+        """The last block of the rows that were here before stays on record."""
+        rows, record = self.batch_size, self._carry_out()
         other.commit()
         super().extend(other)
+        if record is not None:
+            self.block, self.replay, self._recorded = *record, rows
+
+    def _carry_out(self) -> tuple[Any, Replay] | None:
+        """Commit; return the record that this has made unnecessary for all rows."""
+        record = None if self.block is None else (self.block, self.replay)
+        self.commit()
+        return record
 
     def __copy__(self) -> "RecurrentCache":
         """A cache of its own: arrays are values, so sharing them is a full copy."""
@@ -226,12 +256,28 @@ class RecurrentCache(ArraysCache):
     def __deepcopy__(self, memo: dict) -> "RecurrentCache":
         return self.__copy__()
 
+    def extract(
+        self, snapshot: RecurrentSnapshot, row: int, n: mx.array | None
+    ) -> "RecurrentCache":
+        """Row ``row`` as ``snapshot`` knew it, cut to ``n`` [1] of its last block.
+
+        With ``n`` None it is not cut.
+        """
+        arrays, block, replay, pending, recorded = snapshot
+        if row < recorded and n is not None:
+            pending = mx.broadcast_to(n, (recorded,))
+        if pending is not None:
+            arrays = replay(block, pending)
+        new = type(self)(len(arrays))
+        new.cache = [array[row : row + 1] for array in arrays]
+        return new
+
     def snapshot(self) -> RecurrentSnapshot:
         return RecurrentSnapshot(
-            tuple(self.cache), self.block, self.replay, self.pending
+            tuple(self.cache), self.block, self.replay, self.pending, self._recorded
         )
 
     def restore(self, snapshot: RecurrentSnapshot) -> None:
-        arrays, self.block, self.replay, self.pending = snapshot
+        arrays, self.block, self.replay, self.pending, self._recorded = snapshot
         self.cache = list(arrays)
         self.lengths = None

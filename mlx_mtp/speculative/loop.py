@@ -7,13 +7,15 @@ host before the next can be built: then the loop waits.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .prefill import Progress, prefill
+from .processors import Processors
 from .round import Block, Engine
+from .rules import PerRow, Rule, rule_of_row
 
 # A round in flight keeps the KV buffers from being written in place, so a second one
 # copies them. Above this size the copy costs more than the launch latency it hides.
@@ -28,11 +30,13 @@ class ReadRound(NamedTuple):
         tokens: per row, the tokens it emits: accepted drafts, then one of the target's.
         num_draft_tokens: drafts per row in this round.
         logprobs: [B, T, V], lazy; row i belongs to the i-th token.
+        members: the name of each row; they change when rows leave and join.
     """
 
     tokens: list[list[int]]
     num_draft_tokens: int
     logprobs: mx.array
+    members: tuple[int, ...]
 
 
 def read(packed: mx.array) -> list[list[int]]:
@@ -51,6 +55,28 @@ class Prefilled(NamedTuple):
     snapshot: list
     carry: mx.array | None
     done: int
+
+
+def choices_of(engine: Engine) -> list[tuple[Rule, Processors | None]]:
+    """How the tokens of each row are chosen."""
+    processors = engine.processors or [None] * engine.batch_size
+    return [(rule_of_row(engine.rule, b), row) for b, row in enumerate(processors)]
+
+
+class Joining(NamedTuple):
+    """A row that has had its prefill and joins a running batch.
+
+    Args:
+        member: its name.
+        engine: of this row alone; its caches are taken over.
+        block: its first block.
+        length: of its prompt.
+    """
+
+    member: int
+    engine: Engine
+    block: Block
+    length: int
 
 
 class Loop:
@@ -87,6 +113,10 @@ class Loop:
         # Per row: positions in the target's caches and tokens emitted, of rounds read.
         self.known = [engine.length + len(prompt) - 1 for prompt in prompts]
         self.emitted = [0] * len(prompts)
+        self.members = tuple(range(len(prompts)))
+        self._leaving: set[int] = set()
+        self._joining: list[Joining] = []
+        self._choices = choices_of(engine)
         self.last: ReadRound | None = None
         self._snapshot: list | None = None
         self._before: list[int] = []  # emitted before the last round, of a single row
@@ -103,9 +133,13 @@ class Loop:
                 self._checkpoint,
             )
             packed = self._enqueue(block)
-        waits = self.engine.processors is not None
         for count in itertools.count(1):
+            waits = self.engine.processors is not None
             with mx.stream(self.stream):
+                if self._leaving or self._joining:
+                    block = self._join(self._leave(block))
+                    waits = self.engine.processors is not None
+                    packed = self._enqueue(block)
                 snapshot = self.engine.snapshot()
                 following = None if waits else self._build(block, max(self.known))
                 ahead = self._runs_ahead()
@@ -119,13 +153,78 @@ class Loop:
             yield self._account(rows, block, snapshot)
             if waits:  # the caller wants more, so processors may see more
                 with mx.stream(self.stream):
-                    following = self._build(block, before, in_flight=0)
+                    block = self._leave(block)
+                    following = block and self._build(block, before, in_flight=0)
                     next_packed = self._enqueue(following)
-            if following is None:
+            if following is None and not self._joining:
                 return
             block, packed = following, next_packed
             if count % CLEAR_CACHE_ROUNDS == 0:
                 mx.clear_cache()
+
+    def change_rows(
+        self, leaving: Collection[int] = (), joining: Sequence[Joining] = ()
+    ) -> None:
+        """Before the next round is yielded, let rows leave and join.
+
+        A round that is in flight goes on for the rows that stay.
+        """
+        self._leaving |= set(leaving)
+        self._joining += joining
+
+    def _leave(self, block: Block | None) -> Block | None:
+        """The block without the leaving rows; None if no row is left."""
+        names, self._leaving, leaving = self.members, set(), self._leaving
+        if block is None or not leaving & set(names):
+            return block
+        stay = [b for b, name in enumerate(names) if name not in leaving]
+        self.members = tuple(names[b] for b in stay)
+        self.known = [self.known[b] for b in stay]
+        self.emitted = [self.emitted[b] for b in stay]
+        if not stay:
+            self._choices = []
+            return None
+        self._choices = [self._choices[b] for b in stay]
+        self.engine.filter(stay)
+        self._fit()
+        return block.filter(mx.array(stay))
+
+    def _join(self, block: Block | None) -> Block:
+        """The block with the joining rows behind."""
+        joining, self._joining = self._joining, []
+        for row in joining:
+            if self.members:
+                self.engine.extend(row.engine)
+                block = block.extend(row.block)
+            else:
+                self.engine.replace(row.engine)
+                block = row.block
+            self.members += (row.member,)
+            self.known.append(row.length - 1)
+            self.emitted.append(0)
+            self._choices += choices_of(row.engine)
+            self._fit()
+        return block
+
+    def _fit(self) -> None:
+        """Give the engine the rules and processors of its present rows."""
+        rules, processors = zip(*self._choices, strict=True)
+        self.engine.rule = rules[0] if len(set(rules)) == 1 else PerRow(rules)
+        nothing = Processors([], [0])
+        some = any(row is not None for row in processors)
+        self.engine.processors = (
+            [row or nothing for row in processors] if some else None
+        )
+
+    def extract(self, member: int, count: int) -> Engine:
+        """A row of the last round yielded, left at ``count`` tokens of that round.
+
+        As :meth:`finish`, for one row of a batch that goes on.
+        """
+        row = self.last.members.index(member)
+        pending = count == len(self.last.tokens[row])
+        with mx.stream(self.stream):
+            return self.engine.extract(self._snapshot, self._block, row, count, pending)
 
     def finish(self, count: int) -> list[int]:
         """Leave a single row's caches at what has been emitted, nothing pending.
@@ -223,5 +322,7 @@ class Loop:
             self.known[b] += len(row)
             self.emitted[b] += len(row)
         self._snapshot, self._block = snapshot, block
-        self.last = ReadRound(tokens, block.num_draft_tokens, block.logprobs)
+        self.last = ReadRound(
+            tokens, block.num_draft_tokens, block.logprobs, self.members
+        )
         return self.last

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from .accept import Accepted, log_probs
 from .draft import Drafts
-from .rules import Rule
+from .rules import Rule, rule_of_row
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -136,7 +136,10 @@ def judge_rows(
         one = slice(b, b + 1)
         probs = None if drafts.probs is None else drafts.probs[one]
         emitted, seen = row.judge(
-            rule, Drafts(drafts.tokens[one], probs), logits[one], start[one]
+            rule_of_row(rule, b),
+            Drafts(drafts.tokens[one], probs),
+            logits[one],
+            start[one],
         )
         rest = width - len(emitted)
         tokens.append([*emitted, *[0] * rest])

@@ -38,6 +38,29 @@ class Block(NamedTuple):
     def num_draft_tokens(self) -> int:
         return self.width - 1
 
+    def row(self, index: int) -> "Block":
+        return Block(*(array[index : index + 1] for array in self))
+
+    def filter(self, rows: mx.array) -> "Block":
+        return Block(*(array[rows] for array in self))
+
+    def extend(self, other: "Block") -> "Block":
+        """With another block's rows behind; the narrower one is padded."""
+        width = max(self.width, other.width)
+        pairs = zip(self.padded(width), other.padded(width), strict=True)
+        return Block(*(mx.concatenate(pair) for pair in pairs))
+
+    def padded(self, width: int) -> "Block":
+        def pad(x: mx.array) -> mx.array:
+            more = [(0, 0), (0, width - self.width), *[(0, 0)] * (x.ndim - 2)]
+            return mx.pad(x, more)
+
+        return self._replace(
+            tokens=pad(self.tokens),
+            logprobs=pad(self.logprobs),
+            hidden=pad(self.hidden),
+        )
+
 
 class History(NamedTuple):
     """What is in the caches when a run begins or has ended, the same for all rows.
@@ -161,22 +184,44 @@ class Engine:
             for cache in self.cache:
                 cache.keep(block.kept)
 
-    def settle(self, block: Block, count: int, pending: bool) -> None:
-        """Leave the caches at the first ``count`` tokens of the last block, one row.
+    def extract(
+        self, snapshot: list[Any], block: Block, row: int, count: int, pending: bool
+    ) -> "Engine":
+        """A row of its own, left at the first ``count`` tokens of a block.
 
-        They are behind the block's round, nothing later has run. A stop in mid-block
-        runs nothing again; else the last token is pending and is fed.
+        ``snapshot`` was taken behind the block's round. A stop in mid-block runs
+        nothing again; else the last token is pending and is fed.
 
         Args:
             count: tokens of the block that stand, 1 or more.
             pending: whether the last of them is not a draft that has been verified.
         """
+        kept = None
+        if block.width > 1:
+            kept = mx.array([count if pending else count + 1], mx.int32)
+        pairs = zip(self.cache, snapshot, strict=False)
+        new = Engine(
+            self.target,
+            history=History([cache.extract(s, row, kept) for cache, s in pairs]),
+        )
         if self.drafter:
-            self.drafter.prime(block.tokens[:, :count], block.hidden[:, :count], None)
+            head = self.drafter.cache.extract(snapshot[-1], row, None)
+            new.drafter = Drafter(self.drafter.head, self.target, 1, head)
+        new._settle(block.row(row), count, pending)
+        return new
+
+    def settle(self, block: Block, count: int, pending: bool) -> None:
+        """Leave a single row's caches as ``extract`` does; they stand behind it."""
         if block.width > 1:
             kept = mx.array([count if pending else count + 1], mx.int32)
             for cache in self.cache:
                 cache.keep(kept)
+        self._settle(block, count, pending)
+
+    def _settle(self, block: Block, count: int, pending: bool) -> None:
+        """The head's rows, the pending token and the carry behind a rewind."""
+        if self.drafter:
+            self.drafter.prime(block.tokens[:, :count], block.hidden[:, :count], None)
         if pending:
             self.feed(block.tokens[:, count - 1 : count])
         else:
@@ -192,6 +237,24 @@ class Engine:
     def feed(self, tokens: mx.array) -> None:
         """Run tokens [B, T] whose successors are not known yet."""
         self.carry = self.target.hidden(tokens, self.cache)[:, -1:]
+
+    def filter(self, rows: list[int]) -> None:
+        """Keep these rows of the caches; the rule must follow."""
+        for cache in self.caches:
+            cache.filter(mx.array(rows))
+        self.batch_size = len(rows)
+
+    def extend(self, other: "Engine") -> None:
+        """Append another engine's rows; the rule must follow."""
+        for ours, theirs in zip(self.caches, other.caches, strict=True):
+            ours.extend(theirs)
+        self.batch_size += other.batch_size
+
+    def replace(self, other: "Engine") -> None:
+        """Take over another engine's rows in place of the own ones."""
+        self.cache, self.batch_size = other.cache, other.batch_size
+        if self.drafter:
+            self.drafter.cache = other.drafter.cache
 
     def bound(self, limit: int, last_width: int) -> None:
         """Tell the KV caches the host's upper bound of their positions.

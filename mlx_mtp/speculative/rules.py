@@ -5,7 +5,7 @@ pending token, so draft j and the token that row j of the target gives both have
 position ``start + 1 + j``. Everything is lazy, float32 and batch-first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -219,3 +219,48 @@ class Rejection:
         rows = mx.repeat(logprobs, draft.shape[1] + 1, axis=1)
         tokens, kept = self.accept(draft, draft_probs, rows, start, index)
         return tokens[:, 0], kept > 1
+
+
+class PerRow:
+    """A rule of its own for every row of a batch."""
+
+    def __init__(self, rules: Sequence[Rule]):
+        self.rules = list(rules)
+
+    def draft(
+        self, logits: mx.array, start: mx.array, index: int
+    ) -> tuple[mx.array, mx.array | None]:
+        parts = [
+            rule.draft(logits[b : b + 1], start[b : b + 1], index)
+            for b, rule in enumerate(self.rules)
+        ]
+        tokens = mx.concatenate([token for token, _ in parts])
+        if all(probs is None for _, probs in parts):
+            return tokens, None
+        # Rows whose rule needs no probabilities get some that are not looked at.
+        unused = mx.zeros((1, 1, logits.shape[-1]))
+        rows = [unused if probs is None else probs for _, probs in parts]
+        return tokens, mx.concatenate(rows)
+
+    def accept(
+        self,
+        drafts: mx.array,
+        draft_probs: mx.array | None,
+        logprobs: mx.array,
+        start: mx.array,
+        first: int = 0,
+    ) -> Accepted:
+        parts = []
+        for b, rule in enumerate(self.rules):
+            one = slice(b, b + 1)
+            probs = None if draft_probs is None else draft_probs[one]
+            parts.append(
+                rule.accept(drafts[one], probs, logprobs[one], start[one], first)
+            )
+        return Accepted(
+            *(mx.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        )
+
+
+def rule_of_row(rule: Rule, row: int) -> Rule:
+    return rule.rules[row] if isinstance(rule, PerRow) else rule
