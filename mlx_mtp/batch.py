@@ -31,6 +31,7 @@ from .speculative.loop import Joining, Loop, ReadRound
 from .speculative.prefill import prefill
 from .speculative.processors import Processors
 from .speculative.round import Engine
+from .speculative.rules import Called
 from .speculative.stats import SpeculationStats
 from .stop import StopStrings, check_stop
 
@@ -254,7 +255,9 @@ class _Batch:
     def _engine(self, row: _Row) -> Engine:
         rule, processors = choice(self.target.vocab_size, **row.options)
         ends = set(self.tokenizer.eos_token_ids)
-        wrapped = [Processors(processors, row.ids, ends)] if processors else None
+        wrapped = None
+        if processors or isinstance(rule, Called):
+            wrapped = [Processors(processors, row.ids, ends, row.limit)]
         history = None if row.cache is None else row.cache.copied().history
         return Engine(self.target, self.head, 1, rule, wrapped, history)
 

@@ -18,7 +18,8 @@ def run(command: Callable[[], None]) -> None:
     """Run a command's body; exit with 1 on a user's mistake, 130 on Ctrl-C."""
     try:
         command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader has left, as in `generate.py … | head`. Python would complain again
         # when it flushes at exit.

@@ -14,12 +14,15 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .generate_step import (
+    KV_GROUP_SIZE,
     MAX_TOKENS,
     NUM_DRAFT_TOKENS,
     PREFILL_STEP_SIZE,
+    QUANTIZED_KV_START,
     Progress,
     Step,
     steps,
+    target_of,
 )
 from .response import GenerationResponse, print_stream
 from .sampling import ChoiceOptions
@@ -48,6 +51,9 @@ def stream_generate(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
     prompt_cache: list[Any] | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = KV_GROUP_SIZE,
+    quantized_kv_start: int = QUANTIZED_KV_START,
     **options: Unpack[ChoiceOptions],
 ) -> Iterator[GenerationResponse]:
     """Generate text, one response per token, the end token included.
@@ -65,6 +71,10 @@ def stream_generate(
         prompt_cache: from :func:`mlx_mtp.make_prompt_cache` or mlx-lm's function of
             that name. It holds the text before ``prompt``; in the end it holds prompt
             and output as well, the end token included.
+        kv_bits: quantise the model's KV caches to 2, 3, 4, 5, 6 or 8 bits, as mlx-lm
+            does. Default: no.
+        kv_group_size: values that share a scale: 32, 64 or 128. Default: 64.
+        quantized_kv_start: positions from which on they are quantised. Default: 5000.
         options: how tokens are chosen, with and without MTP, see
             :class:`mlx_mtp.sampling.ChoiceOptions`. Default: the most likely token.
 
@@ -85,7 +95,9 @@ def stream_generate(
     end_tokens = set(tokenizer.eos_token_ids)
     if options.get("xtc_probability"):  # as mlx-lm's command line
         newline = tokenizer.encode("\n", add_special_tokens=False)
-        options.setdefault("xtc_special_tokens", (*newline, *end_tokens))
+        size = target_of(model).vocab_size  # a tokenizer may know more ids
+        special = [token for token in (*newline, *end_tokens) if token < size]
+        options.setdefault("xtc_special_tokens", special)
     matcher = StopStrings(check_stop(stop))
     iterator = steps(
         ids,
@@ -97,6 +109,9 @@ def stream_generate(
         prompt_progress_callback=prompt_progress_callback,
         end_tokens=end_tokens,
         prompt_cache=prompt_cache,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
         **options,
     )
     return _respond(iterator, model, tokenizer, matcher, len(ids), max_tokens)

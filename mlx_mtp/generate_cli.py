@@ -4,11 +4,12 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .cache_file import cache_file, load_cache, save_cache
 from .cli import one_line, run
 from .generate import stream_generate
 from .generate_step import (
@@ -19,8 +20,11 @@ from .generate_step import (
     check_num_draft_tokens,
 )
 from .load import DEMO_PATH, load
-from .response import print_stream
+from .prompt_cache import make_prompt_cache
+from .response import GenerationResponse, print_stream
 from .sampling import ACCEPTANCE, SamplingParams
+
+QUERY = "<query>"  # stands for the user's text where a template is cut
 
 
 def num_draft_tokens(text: str) -> int:
@@ -39,7 +43,11 @@ def positive(text: str) -> int:
 
 
 def max_tokens(text: str) -> int:
-    return -1 if text == "-1" else positive(text)
+    if text == "-1" or (text.isdecimal() and int(text) > 0):
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"must be 1 or more, or -1 for no limit, not {text}"
+    )
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -53,6 +61,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="generate.py", description="Generate text, with multi-token prediction."
     )
+    add_common(parser)
+    parser.add_argument(
+        "--mtp", action="store_true", help="draft with the model's MTP head"
+    )
+    parser.add_argument(
+        "--prompt", "-p", required=True, help="the prompt; '-' reads standard input"
+    )
+    parser.add_argument(
+        "--prompt-cache-file",
+        type=cache_file,
+        metavar="FILE",
+        help="the text before the prompt, computed already: the prompt goes on behind "
+        "it, and FILE then holds prompt and output as well; made if there is none",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document and nothing else"
+    )
+    return parser.parse_args(argv)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``generate.py`` and ``mlx_mtp.chat``."""
     parser.add_argument(
         "--model",
         default=str(DEMO_PATH),
@@ -60,18 +90,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "form; default: the tiny demo model in the package",
     )
     parser.add_argument(
-        "--mtp", action="store_true", help="draft with the model's MTP head"
-    )
-    parser.add_argument(
         "--num-draft-tokens",
         type=num_draft_tokens,
         default=NUM_DRAFT_TOKENS,
         metavar="K",
-        help=f"drafts per round with --mtp, 0 to {MAX_DRAFT_TOKENS} (default: "
+        help=f"drafts per round with MTP, 0 to {MAX_DRAFT_TOKENS} (default: "
         "%(default)s)",
-    )
-    parser.add_argument(
-        "--prompt", "-p", required=True, help="the prompt; '-' reads standard input"
     )
     parser.add_argument(
         "--max-tokens",
@@ -101,10 +125,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="prompt tokens per prefill chunk (default: %(default)s)",
     )
     add_sampling(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document and nothing else"
-    )
-    return parser.parse_args(argv)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +139,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         ("min_tokens_to_keep", int, "tokens that min-p always keeps"),
         ("xtc_probability", float, "chance of XTC at a token"),
         ("xtc_threshold", float, "probability above which XTC drops, 0 to 0.5"),
-        ("seed", int, "seed of all random numbers"),
+        ("seed", int, "seed of all random numbers; None draws one"),
     ):
         sampling.add_argument(
             f"--{name.replace('_', '-')}",
@@ -140,7 +160,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         )
     stops = parser.add_argument_group("stops")
     stops.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the text before TEXT"
+        "--stop",
+        action="append",
+        type=unescape,
+        metavar="TEXT",
+        help="end the text before TEXT; may be given several times",
     )
     stops.add_argument(
         "--extra-eos-token",
@@ -161,50 +185,115 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def prompt_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> list[int]:
-    """The prompt's ids: escapes, standard input and chat template as in mlx-lm."""
-    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    text = sys.stdin.read() if text == "-" else text
-    if not text:
-        raise ValueError("the prompt is empty; give some text with --prompt")
-    if args.ignore_chat_template or not tokenizer.has_chat_template:
-        return tokenizer.encode(text)
-    messages = [{"role": "user", "content": text}]
+def render(
+    args: argparse.Namespace,
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[dict[str, str]],
+) -> str:
+    """What the chat template makes of the system prompt and some messages."""
     if args.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": args.system_prompt})
+        messages = [{"role": "system", "content": args.system_prompt}, *messages]
     options = {"add_generation_prompt": True} | args.chat_template_config
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return tokenizer.apply_chat_template([*messages], tokenize=False, **options)
     except Exception as error:  # a template may raise anything
         raise ValueError(
             f"the chat template fails ({one_line(error)}); change --system-prompt and "
             "--chat-template-config, or use --ignore-chat-template"
         ) from error
-    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def add_end_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[str]) -> None:
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary:
+            raise ValueError(
+                f"--extra-eos-token {token!r} is no token of this model; --stop takes "
+                "any text"
+            )
+        tokenizer.add_eos_token(token)
+
+
+def unescape(text: str) -> str:
+    """``\\n`` and ``\\t`` as in mlx-lm's command."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def read_stdin() -> str:
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; give the prompt with --prompt")
+    return sys.stdin.read()
+
+
+def prompt_of(
+    args: argparse.Namespace, tokenizer: TokenizerWrapper, *, behind: bool = False
+) -> list[int]:
+    """The prompt's ids: escapes, standard input and chat template as in mlx-lm.
+
+    Args:
+        behind: a prompt cache holds what stands before the user's text.
+    """
+    text = unescape(args.prompt)
+    try:
+        text = read_stdin() if text == "-" else text
+        text.encode()  # undecodable bytes of the shell come as surrogates
+    except UnicodeError as error:
+        raise ValueError(f"the prompt is not valid UTF-8 ({error})") from error
+    if not text:
+        raise ValueError("the prompt is empty; give some text with --prompt")
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(text, add_special_tokens=not behind)
+    whole = render(args, tokenizer, [{"role": "user", "content": text}])
+    if behind:  # mlx-lm's way to find the user's text
+        marked = render(args, tokenizer, [{"role": "user", "content": QUERY}])
+        if QUERY not in marked:
+            raise ValueError(
+                "the chat template does not show the user's text, so it cannot go on "
+                "behind a prompt cache; use --ignore-chat-template"
+            )
+        whole = whole[marked.rindex(QUERY) :]
+    return tokenizer.encode(whole, add_special_tokens=False)
 
 
 def generate_from_args(args: argparse.Namespace) -> None:
+    file, cache = args.prompt_cache_file, None
+    if file and file.exists():
+        cache = load_cache(file, args.model)
     model, tokenizer = load(args.model, mtp=args.mtp)
     if args.mtp and model.mtp is None:
         raise ValueError(
             f"{args.model} has no MTP head; convert the original with convert.py, or "
             "leave --mtp out"
         )
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
+    add_end_tokens(tokenizer, args.extra_eos_token)
+    prompt = prompt_of(args, tokenizer, behind=cache is not None)
+    if file and cache is None:
+        cache = make_prompt_cache(model)
+    cached_tokens = len(cache.tokens) if file else 0
     responses = stream_generate(
         model,
         tokenizer,
-        prompt_of(args, tokenizer),
+        prompt,
         max_tokens=args.max_tokens,
         mtp=args.mtp,
         num_draft_tokens=args.num_draft_tokens,
         prefill_step_size=args.prefill_step_size,
+        prompt_cache=cache,
         **options_of(args),
     )
-    if not args.json:
+    if args.json:
+        print_json(responses, args, cached_tokens)
+    else:
         print_stream(responses, mtp=args.mtp)
-        return
+    if file:
+        save_cache(file, cache, args.model)
+
+
+def print_json(
+    responses: Iterable[GenerationResponse],
+    args: argparse.Namespace,
+    cached_tokens: int,
+) -> None:
     texts, tokens = [], []
     # mlx-lm prints a warning where a model nearly fills the memory.
     with contextlib.redirect_stdout(sys.stderr):
@@ -216,6 +305,7 @@ def generate_from_args(args: argparse.Namespace) -> None:
         "tokens": tokens,
         "finish_reason": last.finish_reason,
         "prompt_tokens": last.prompt_tokens,
+        "cached_tokens": cached_tokens,
         "generation_tokens": last.generation_tokens,
         "prompt_tps": last.prompt_tps,
         "generation_tps": last.generation_tps,

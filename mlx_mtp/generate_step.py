@@ -17,13 +17,17 @@ from .sampling import ChoiceOptions, choice
 from .speculative.cache import MAX_BLOCK
 from .speculative.loop import Loop
 from .speculative.processors import Processors
+from .speculative.quantized_cache import kv_quantization
 from .speculative.round import Engine
+from .speculative.rules import Called
 from .speculative.stats import SpeculationStats
 
 MAX_TOKENS = 256
 NUM_DRAFT_TOKENS = 2
 MAX_DRAFT_TOKENS = MAX_BLOCK - 1
 PREFILL_STEP_SIZE = 2048
+KV_GROUP_SIZE = 64
+QUANTIZED_KV_START = 5000
 
 Progress = Callable[[int, int], None]
 
@@ -86,6 +90,9 @@ def steps(
     prompt_progress_callback: Progress | None = None,
     end_tokens: Collection[int] = (),
     prompt_cache: list[Any] | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = KV_GROUP_SIZE,
+    quantized_kv_start: int = QUANTIZED_KV_START,
     **options: Unpack[ChoiceOptions],
 ) -> Generator[Step, None, None]:
     """Check everything at once, then return the iterator over the emitted tokens.
@@ -95,9 +102,11 @@ def steps(
         prompt_cache: holds the text before ``prompt``, and all of it in the end.
     """
     check_num_draft_tokens(num_draft_tokens)
-    if max_tokens < -1:
-        raise ValueError(f"max_tokens must be -1 (no limit) or more, not {max_tokens}")
-    if prefill_step_size < 1:
+    if not isinstance(max_tokens, numbers.Integral) or max_tokens < -1:
+        raise ValueError(
+            f"max_tokens must be -1 (no limit) or a whole number, not {max_tokens!r}"
+        )
+    if not isinstance(prefill_step_size, numbers.Integral) or prefill_step_size < 1:
         raise ValueError(
             f"prefill_step_size must be 1 or more, not {prefill_step_size}"
         )
@@ -109,16 +118,22 @@ def steps(
     target = target_of(model)
     ids = prompt_ids(prompt, target.vocab_size)
     rule, processors = choice(target.vocab_size, **options)
+    quantization = kv_quantization(
+        kv_bits, kv_group_size, quantized_kv_start, target.head_dim
+    )
     drafting = mtp and num_draft_tokens > 0
     cache = None if prompt_cache is None else adopt(prompt_cache)
     if cache is not None and len(cache) != len(model.layers):
         raise ValueError(
             f"the prompt cache has {len(cache)} layers, the model {len(model.layers)}"
         )
-    rows = [Processors(processors, ids, end_tokens)] if processors else None
+    rows = None
+    if processors or isinstance(rule, Called):  # both must be called in order
+        rows = [Processors(processors, ids, end_tokens, max_tokens)]
     history = None if cache is None else cache.history
+    head = model.mtp if drafting else None
     loop = Loop(
-        Engine(target, model.mtp if drafting else None, 1, rule, rows, history),
+        Engine(target, head, 1, rule, rows, history, quantization),
         [ids],
         num_draft_tokens=num_draft_tokens if drafting else 0,
         max_tokens=max_tokens,
@@ -133,9 +148,10 @@ def steps(
     return iterator
 
 
-def _keep(loop: Loop, cache: PromptCache, given: list[Any], count: int) -> None:
+def _keep(loop: Loop, cache: PromptCache, given: list[Any]) -> None:
     """Leave prompt and output in the caller's cache."""
-    cache.tokens += loop.finish(count)
+    cache.tokens += loop.finish()
+    cache[:] = loop.engine.cache
     drafter = loop.engine.drafter
     # A head that has missed a part of the text starts afresh.
     cache.head = drafter.cache if drafter else None
@@ -145,14 +161,14 @@ def _keep(loop: Loop, cache: PromptCache, given: list[Any], count: int) -> None:
 
 
 def _emit(
-    loop: Loop, max_tokens: int, keep: Callable[[int], None] = lambda count: None
+    loop: Loop, max_tokens: int, keep: Callable[[], None] = lambda: None
 ) -> Generator[Step, None, None]:
     """The rounds of a single row, token by token, cut at ``max_tokens``.
 
-    However it ends, ``keep`` is told how many tokens of the last round went out.
+    However it ends, ``keep`` is called.
     """
     zeros = (0,) * loop.num_draft_tokens
-    stats, count, out = SpeculationStats(num_accepted_tokens_per_pos=zeros), 0, 0
+    stats, count = SpeculationStats(num_accepted_tokens_per_pos=zeros), 0
     if max_tokens == 0:
         return
     try:
@@ -164,12 +180,13 @@ def _emit(
             # Only then can another thread read them.
             mx.async_eval(logprobs)
             for i, token in enumerate(tokens):
-                count, out = count + 1, i + 1
+                count += 1
+                loop.take()
                 yield Step(token, logprobs[i], i < len(tokens) - 1, stats)
                 if count == max_tokens:
                     return
     finally:
-        keep(out)
+        keep()
 
 
 def mtp_generate_step(
@@ -181,6 +198,9 @@ def mtp_generate_step(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
     prompt_cache: list[Any] | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = KV_GROUP_SIZE,
+    quantized_kv_start: int = QUANTIZED_KV_START,
     **options: Unpack[ChoiceOptions],
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Generate token ids with the model's MTP head.
@@ -197,6 +217,9 @@ def mtp_generate_step(
         prompt_progress_callback: called with the prompt tokens done and in all.
         prompt_cache: from :func:`mlx_mtp.make_prompt_cache` or mlx-lm's function of
             that name; updated in place. ``prompt`` goes on behind it.
+        kv_bits: quantise the model's KV caches to 2, 3, 4, 5, 6 or 8 bits. Default: no.
+        kv_group_size: values that share a scale: 32, 64 or 128. Default: 64.
+        quantized_kv_start: positions from which on they are quantised. Default: 5000.
         options: how tokens are chosen, see :class:`mlx_mtp.sampling.ChoiceOptions`.
             Default: the most likely token.
 
@@ -218,6 +241,9 @@ def mtp_generate_step(
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=prompt_progress_callback,
         prompt_cache=prompt_cache,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
         **options,
     )
     return _triples(iterator)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from textwrap import shorten
 
 from huggingface_hub import snapshot_download
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
@@ -36,7 +37,8 @@ def resolve(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the client lets its HTTP library's errors through
-        reason = " ".join(str(error).split())[:200]
+        reason = shorten(str(error), 160, placeholder=" …")
         raise ValueError(
-            f"{name} is no directory here and could not be downloaded: {reason}"
+            f"{name} is no directory here and could not be downloaded ({reason}); "
+            "check the name and the network, or give a local directory"
         ) from error

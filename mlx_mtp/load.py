@@ -7,6 +7,7 @@ incomplete or of the wrong shape is refused, so a random head never runs.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -92,7 +93,7 @@ def _explained(path: Path, way_out: str) -> Iterator[None]:
         yield
     except Exception as error:  # mlx-lm and transformers raise many kinds
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = f"{kind}{one_line(error)}"[:MAX_REASON]
+        reason = shorten(f"{kind}{one_line(error)}", MAX_REASON, placeholder=" …")
         raise ValueError(f"{path} cannot be loaded ({reason}); {way_out}") from error
 
 

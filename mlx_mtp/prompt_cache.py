@@ -15,11 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from .models import family_of
 from .safetensors_check import check_file
 from .speculative.cache import RecurrentCache, RewindableKVCache
+from .speculative.quantized_cache import QuantizedRewindableKVCache
 from .speculative.round import History
 
 FORMAT = "1"
@@ -58,12 +60,21 @@ class PromptCache(list):
             run.close()
 
     def copied(self) -> "PromptCache":
-        """A cache of its own with the same contents; nothing is copied until a write."""
-        self.release()
+        """A cache of its own with the same contents; a write copies, nothing before."""
+        if self._borrower and self._borrower() is not None:
+            raise ValueError(
+                "the prompt cache is in use by a run; close the run before copying it"
+            )
         new = PromptCache(map(copy.copy, self))
         new.head, new.carry = copy.copy(self.head), self.carry
         new.tokens = list(self.tokens)
         return new
+
+    def __copy__(self) -> "PromptCache":
+        return self.copied()
+
+    def __deepcopy__(self, memo: dict) -> "PromptCache":
+        return self.copied()
 
     @property
     def history(self) -> History:
@@ -115,8 +126,10 @@ def _adopt_one(cache: Any) -> Any:
         new = RecurrentCache(len(cache.cache))
         new.cache = list(cache.cache)
         return new
-    if type(cache) is KVCache:
+    if type(cache) in (KVCache, QuantizedKVCache):
         new = RewindableKVCache()
+        if type(cache) is QuantizedKVCache:
+            new = QuantizedRewindableKVCache(1, cache.group_size, cache.bits)
         new.keys, new.values = cache.keys, cache.values
         new.offset = new.block_start = mx.array([cache.offset], mx.int32)
         new.limit = cache.offset
@@ -129,14 +142,16 @@ def _adopt_one(cache: Any) -> Any:
 
 def give_back(cache: list[Any], adopted: PromptCache) -> None:
     """Put the contents of an adopted cache back into mlx-lm's list."""
-    for theirs, ours in zip(cache, adopted, strict=True):
+    for i, (theirs, ours) in enumerate(zip(cache, adopted, strict=True)):
         if theirs is ours:
             continue
         if isinstance(ours, RecurrentCache):
             theirs.cache = list(ours.cache)
-        else:
-            theirs.keys, theirs.values = ours.keys, ours.values
-            theirs.offset = ours.offset.item()
+            continue
+        if isinstance(ours, QuantizedRewindableKVCache):  # it may have become one here
+            theirs = cache[i] = QuantizedKVCache(ours.group_size, ours.bits)
+        theirs.keys, theirs.values = ours.keys, ours.values
+        theirs.offset = ours.offset.item()
 
 
 def save_prompt_cache(
@@ -157,23 +172,28 @@ def save_prompt_cache(
     if not cache.tokens:
         raise ValueError("the prompt cache is empty; there is nothing to save")
     arrays = {"tokens": mx.array(cache.tokens, mx.int32)}
-    kinds = []
+    kinds, forms = [], {}
     entries = [*enumerate(cache), *([("head", cache.head)] if cache.head else [])]
     for name, entry in entries:
         entry.commit()
         if isinstance(entry, RewindableKVCache):
             size = entry.offset.item()
-            arrays[f"{name}.keys"] = entry.keys[..., :size, :]
-            arrays[f"{name}.values"] = entry.values[..., :size, :]
+            both = {"keys": entry.keys, "values": entry.values}
+            both = tree_map(lambda x, size=size: x[..., :size, :], both)
+            arrays |= tree_flatten(both, prefix=f".{name}", destination={})
+            if isinstance(entry, QuantizedRewindableKVCache):
+                forms[name] = [entry.group_size, entry.bits]
         else:
             arrays |= {f"{name}.{i}": array for i, array in enumerate(entry.cache)}
         kinds.append(type(entry).__name__)
     if cache.carry is not None:
         arrays["carry"] = cache.carry
-    described = {"format": FORMAT, "kinds": json.dumps(kinds[: len(cache)])}
-    mx.save_safetensors(
-        str(file_name), arrays, {**described, "metadata": json.dumps(metadata or {})}
-    )
+    described = {
+        "kinds": json.dumps(kinds[: len(cache)]),
+        "quantized": json.dumps(forms),
+        "metadata": json.dumps(metadata or {}),
+    }
+    mx.save_safetensors(str(file_name), arrays, {"format": FORMAT, **described})
 
 
 def load_prompt_cache(
@@ -191,8 +211,13 @@ def load_prompt_cache(
             f"{file_name} is no prompt cache of this version of mlx_mtp; make it again"
         )
     arrays = mx.load(str(file_name))
+    mx.eval(arrays)  # so that another thread can use the cache
     kinds = json.loads(header.metadata["kinds"])
-    cache = PromptCache(_load_one(arrays, str(i), kind) for i, kind in enumerate(kinds))
+    forms = json.loads(header.metadata.get("quantized", "{}"))
+    cache = PromptCache(
+        _load_one(arrays, str(i), kind, forms.get(str(i)))
+        for i, kind in enumerate(kinds)
+    )
     if "head.keys" in arrays:
         cache.head = _load_one(arrays, "head", RewindableKVCache.__name__)
     cache.carry = arrays.get("carry")
@@ -202,11 +227,18 @@ def load_prompt_cache(
     return cache
 
 
-def _load_one(arrays: dict[str, mx.array], name: str, kind: str) -> Any:
-    if kind == RewindableKVCache.__name__:
-        new = RewindableKVCache()
-        new.keys, new.values = arrays[f"{name}.keys"], arrays[f"{name}.values"]
-        new.limit = new.keys.shape[2]
+def _load_one(
+    arrays: dict[str, mx.array], name: str, kind: str, form: list[int] | None = None
+) -> Any:
+    if kind == RewindableKVCache.__name__ or form:
+        new = QuantizedRewindableKVCache(1, *form) if form else RewindableKVCache()
+        new.keys, new.values = (
+            tuple(arrays[f"{name}.{part}.{i}"] for i in range(3))
+            if form
+            else arrays[f"{name}.{part}"]
+            for part in ("keys", "values")
+        )
+        new.limit = arrays[f"{name}.keys.0" if form else f"{name}.keys"].shape[2]
         new.offset = new.block_start = mx.array([new.limit], mx.int32)
         return new
     states = sorted(key for key in arrays if key.startswith(f"{name}."))

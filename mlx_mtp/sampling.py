@@ -4,6 +4,7 @@ Filters are mlx-lm's own functions in its order: top-p, min-p, XTC and top-k on
 log-probabilities, temperature last.
 """
 
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
@@ -23,6 +24,8 @@ from .speculative.rules import Called, Coupled, Greedy, Rejection, Rule
 
 ACCEPTANCE = ("rejection", "block", "coupled")
 MAX_XTC_THRESHOLD = 0.5
+# Beyond these, weights or their inverse leave float32.
+MIN_TEMP, MAX_TEMP = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Raises ValueError for a value out of range."""
         checks = (
-            ("temp", self.temp >= 0, "0 or more"),
+            (
+                "temp",
+                self.temp == 0 or MIN_TEMP <= self.temp <= MAX_TEMP,
+                f"0, or {MIN_TEMP:g} to {MAX_TEMP:g}",
+            ),
             ("top_p", 0 <= self.top_p <= 1, "0 to 1"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
@@ -68,7 +75,12 @@ class SamplingParams:
                 0 <= self.xtc_threshold <= MAX_XTC_THRESHOLD,
                 f"0 to {MAX_XTC_THRESHOLD}",
             ),
-            ("seed", self.seed is None or self.seed >= 0, "0 or more"),
+            (
+                "seed",
+                self.seed is None
+                or (isinstance(self.seed, numbers.Integral) and self.seed >= 0),
+                "a whole number, 0 or more",
+            ),
             ("acceptance", self.acceptance in ACCEPTANCE, " or ".join(ACCEPTANCE)),
         )
         for name, right, allowed in checks:
@@ -99,7 +111,8 @@ class SamplingParams:
             if 0 < self.top_p < 1:
                 logprobs = apply_top_p(logprobs, self.top_p)
             if self.min_p > 0:
-                logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+                keep = min(self.min_tokens_to_keep, logprobs.shape[-1])
+                logprobs = apply_min_p(logprobs, self.min_p, keep)
             if self.xtc_probability > 0:
                 coin = noise.uniform(noise.keys(xtc_stream, at))
                 logprobs = self.apply_xtc(logprobs, coin)
@@ -167,17 +180,21 @@ def choice(
         ValueError: for a value out of range.
         TypeError: for an unknown option.
     """
+    if unknown := sorted(options.keys() - ChoiceOptions.__annotations__.keys()):
+        raise TypeError(f"unknown option(s): {', '.join(unknown)}")
     sampler = options.pop("sampler", None)
     processors = [*(options.pop("logits_processors", None) or ())]
     names = [f"{p}_{kind}" for p in PENALTIES for kind in ("penalty", "context_size")]
     chosen = {name: options.pop(name) for name in names if name in options}
     bias = options.pop("logit_bias", None) or {}
-    for token in bias:
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"logit_bias names token {token}, outside the vocabulary of "
-                f"{vocab_size}"
-            )
+    special = options.get("xtc_special_tokens", ())
+    for name, tokens in (("logit_bias", bias), ("xtc_special_tokens", special)):
+        for token in tokens:  # mlx would write outside the array
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name} names token {token}, outside the vocabulary of "
+                    f"{vocab_size}"
+                )
     penalties = make_logits_processors(logit_bias=bias, **chosen)
     params = SamplingParams(**options)
     if sampler is not None and params.temp > 0:

@@ -195,6 +195,7 @@ def build(
     dk: int = 16,
     dv: int = 16,
     hidden: int = 64,
+    head_dim: int = 16,
     norm_std: float = 0.3,
     flat: bool = False,
     head_prefix: str = "mtp.",
@@ -208,6 +209,7 @@ def build(
         tie: no output layer of its own; random kind only.
         shards: the head is alone in the last one; with 1, all is in one file.
         hidden: hidden size of the random kind.
+        head_dim: of the attention layers.
         norm_std: spread of the random kind's norm weights around their centre.
         flat: the text-only form, without the wrapper's ``text_config`` and prefix.
         vision: add a tensor of the vision tower.
@@ -220,7 +222,7 @@ def build(
     if not np.array_equal(np.sort(succ), np.arange(VOCAB_SIZE)):
         raise ValueError("succ must be a permutation of the vocabulary")
     hidden = VOCAB_SIZE if oracle else hidden
-    dims = Dims(hidden, layers, interval, hk, hv, dk, dv)
+    dims = Dims(hidden, layers, interval, hk, hv, dk, dv, head_dim=head_dim)
     maker = Maker(dims, seed=seed, norm_std=0 if oracle else norm_std)
     body = "model." if flat else "model.language_model."
     target = _target(maker, kind, succ, tie, body)

@@ -21,7 +21,7 @@ FIELDS = {
     *("text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens"),
     *("prompt_tps", "generation_tps", "peak_memory", "mtp", "k", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
-    *("acceptance_rate", "mean_acceptance_length"),
+    *("acceptance_rate", "mean_acceptance_length", "cached_tokens"),
 }
 SPEED_LINES = [
     r"Prompt: 1 tokens, \d+\.\d{3} tokens-per-sec",

@@ -93,6 +93,10 @@ class Target:
     def vocab_size(self) -> int:
         return self.text.model.embed_tokens.weight.shape[0]
 
+    @property
+    def head_dim(self) -> int:
+        return self.text.args.head_dim
+
     def make_cache(self, batch_size: int = 1) -> list[Any]:
         return [
             RecurrentCache(2) if layer.is_linear else RewindableKVCache(batch_size)

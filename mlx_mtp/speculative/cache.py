@@ -16,10 +16,12 @@ Protocol of every cache here, rows being the sequences of a batch:
 to the exact value whenever it has read a round.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_map, tree_reduce
 from mlx_lm.models.cache import ArraysCache, _BaseCache
 
 MAX_BLOCK = 9  # rows of a verify block: the pending token and at most 8 drafts
@@ -40,15 +42,16 @@ class RewindableKVCache(_BaseCache):
     a reference to one would make the next write copy all of it.
 
     Shapes:
-        keys, values: [B, heads, capacity, head_dim]
+        keys, values: [B, heads, capacity, head_dim], or a tuple of such arrays
     """
 
     step = 256  # tokens by which the buffers grow
 
     def __init__(self, batch_size: int = 1):
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.keys: Any = None
+        self.values: Any = None
         self.offset = mx.zeros((batch_size,), mx.int32)
+        mx.eval(self.offset)  # so that another thread can use the cache
         self.block_start = self.offset
         self.limit = 0
         self.exact = True  # every row stands at ``limit``
@@ -67,23 +70,29 @@ class RewindableKVCache(_BaseCache):
         visible = mx.arange(self.limit + num_new)
         return (visible <= last[..., None])[:, None]
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write a block behind ``offset``; return what the mask covers."""
         num_new = keys.shape[2]
         end = self.limit + num_new
-        self.keys = self._with_capacity(self.keys, keys, end)
-        self.values = self._with_capacity(self.values, values, end)
-        # A write past the end would corrupt memory without an error.
-        assert self.keys.shape[2] >= end
         at = (self.offset[:, None] + mx.arange(num_new))[:, None, :, None]
-        self.keys = mx.put_along_axis(self.keys, at, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, at, values, axis=2)
+        self.keys = self._written(self.keys, self.stored(keys), at, end)
+        self.values = self._written(self.values, self.stored(values), at, end)
         self.block_start = self.offset
         self.offset = self.offset + num_new
         self.limit = end
-        return self.keys[..., :end, :], self.values[..., :end, :]
+        return tree_map(lambda x: x[..., :end, :], (self.keys, self.values))
+
+    def stored(self, x: mx.array) -> Any:
+        """Keys or values in the form in which they are kept."""
+        return x
+
+    def _written(self, buffer: Any, new: Any, at: mx.array, end: int) -> Any:
+        def write(x: mx.array, y: mx.array | None = None) -> mx.array:
+            y = self._with_capacity(y, x, end)
+            assert y.shape[2] >= end  # a write past it would corrupt memory silently
+            return mx.put_along_axis(y, at, x, axis=2)
+
+        return tree_map(write, new, *([] if buffer is None else [buffer]))
 
     def _with_capacity(
         self, buffer: mx.array | None, like: mx.array, size: int
@@ -116,7 +125,7 @@ class RewindableKVCache(_BaseCache):
     def filter(self, rows: mx.array) -> None:
         self.offset, self.block_start = self.offset[rows], self.block_start[rows]
         if self.keys is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.keys, self.values = tree_map(lambda x: x[rows], (self.keys, self.values))
 
     def extend(self, other: "RewindableKVCache") -> None:
         rows, more = self.offset.shape[0], other.offset.shape[0]
@@ -125,20 +134,9 @@ class RewindableKVCache(_BaseCache):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours is None and theirs is None:
                 continue
-            shape = (ours if ours is not None else theirs).shape
-            ours, theirs = (
-                mx.zeros((count, shape[1], 0, shape[3])) if x is None else x
-                for x, count in ((ours, rows), (theirs, more))
-            )
-            size = max(ours.shape[2], theirs.shape[2])
-            dtype = (ours if ours.size else theirs).dtype
-            parts = [
-                mx.pad(
-                    x.astype(dtype), [(0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)]
-                )
-                for x in (ours, theirs)
-            ]
-            setattr(self, name, mx.concatenate(parts))
+            ours = no_tokens(theirs, rows) if ours is None else ours
+            theirs = no_tokens(ours, more) if theirs is None else theirs
+            setattr(self, name, tree_map(join_rows, ours, theirs))
         self.offset = mx.concatenate([self.offset, other.offset])
         self.block_start = mx.concatenate([self.block_start, other.block_start])
 
@@ -149,12 +147,18 @@ class RewindableKVCache(_BaseCache):
 
         With ``n`` None it is not cut.
         """
-        one, new = slice(row, row + 1), type(self)()
-        new.keys, new.values = self.keys[one], self.values[one]
+        one, new = slice(row, row + 1), copy.copy(self)
+        new.keys, new.values = tree_map(lambda x: x[one], (self.keys, self.values))
         new.block_start = snapshot.block_start[one]
         new.offset = snapshot.offset[one] if n is None else new.block_start + n
         new.limit, new.exact = snapshot.limit, False
         return new
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> "RewindableKVCache":
+        """The same positions quantised; mlx-lm's functions call it as well."""
+        from .quantized_cache import quantized
+
+        return quantized(self, group_size, bits)
 
     def snapshot(self) -> KVSnapshot:
         """Positions only: what lies below them is never overwritten."""
@@ -164,7 +168,7 @@ class RewindableKVCache(_BaseCache):
         self.offset, self.block_start, self.limit, self.exact = snapshot
 
     @property
-    def state(self) -> list[mx.array]:
+    def state(self) -> list[Any]:
         """The arrays to evaluate."""
         return [x for x in (self.keys, self.values, self.offset) if x is not None]
 
@@ -173,7 +177,21 @@ class RewindableKVCache(_BaseCache):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return tree_reduce(lambda a, x: a + x.nbytes, self.state[:-1], 0)
+
+
+def no_tokens(like: Any, rows: int) -> Any:
+    """Buffers for ``rows`` rows without room for a token."""
+    return tree_map(
+        lambda x: mx.zeros((rows, x.shape[1], 0, x.shape[3]), x.dtype), like
+    )
+
+
+def join_rows(a: mx.array, b: mx.array) -> mx.array:
+    """Rows of two buffers as one that holds the longer."""
+    size = max(a.shape[2], b.shape[2])
+    pad = [[(0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)] for x in (a, b)]
+    return mx.concatenate([mx.pad(a, pad[0]), mx.pad(b.astype(a.dtype), pad[1])])
 
 
 # (block, n) -> the layer's arrays after the first n[b] tokens of the block.
@@ -192,10 +210,9 @@ class RecurrentCache(ArraysCache):
     """Fixed-size states of a recurrent layer, such as conv window and recurrent state.
 
     Arrays are values, so keeping the state before a block costs a reference. A layer
-    that
-    has run a short block records it: ``replay(block, n)`` must return the states after
-    the block's first ``n`` tokens. Long blocks (prefill) are not recorded and cannot be
-    rewound; ragged ones are cut with ``lengths`` instead.
+    that has run a short block records it: ``replay(block, n)`` must return the states
+    after the block's first ``n`` tokens. Long blocks (prefill) are not recorded and
+    cannot be rewound; ragged ones are cut with ``lengths`` instead.
     """
 
     def __init__(self, size: int = 2):

@@ -8,6 +8,7 @@ host before the next can be built: then the loop waits.
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -45,13 +46,38 @@ def read(packed: mx.array) -> list[list[int]]:
 
 
 def pack(block: Block) -> mx.array:
-    """Everything the host wants of a block as one array [B, 1 + T]."""
-    return mx.concatenate([block.kept[:, None], block.tokens], axis=1)
+    """Everything the host wants of a block as one array [B, 1 + T].
+
+    The kept count is negative where a kept row of the target is not a number: then no
+    token means anything, though the argmax would give one.
+    """
+    wrong = mx.isnan(block.logprobs[..., 0])  # one NaN makes the whole row NaN
+    wrong = (wrong & (mx.arange(block.width) < block.kept[:, None])).any(axis=1)
+    kept = mx.where(wrong, -block.kept, block.kept)
+    return mx.concatenate([kept[:, None], block.tokens], axis=1)
+
+
+@dataclass
+class Given:
+    """The last round yielded, and what it takes to cut inside it.
+
+    Args:
+        snapshot: behind the round.
+        start: tokens emitted before it, of a single row.
+        taken: of its tokens, how many the caller has got.
+    """
+
+    result: ReadRound
+    block: Block
+    snapshot: list
+    start: int
+    taken: int = 0
 
 
 class Prefilled(NamedTuple):
     """The caches when ``done`` tokens of the prompt are in them."""
 
+    cache: list
     snapshot: list
     carry: mx.array | None
     done: int
@@ -117,10 +143,8 @@ class Loop:
         self._leaving: set[int] = set()
         self._joining: list[Joining] = []
         self._choices = choices_of(engine)
-        self.last: ReadRound | None = None
-        self._snapshot: list | None = None
-        self._before: list[int] = []  # emitted before the last round, of a single row
-        self._block: Block | None = None
+        self._given: Given | None = None
+        self._ids: list[int] = []  # emitted, of a single row
         self._prefilled: Prefilled | None = None
 
     def __iter__(self) -> Iterator[ReadRound]:
@@ -140,6 +164,8 @@ class Loop:
                     block = self._join(self._leave(block))
                     waits = self.engine.processors is not None
                     packed = self._enqueue(block)
+                # Exact where it matters, see ``KVQuantization.drafts_within``.
+                self.engine.quantize(max(self.known) + block.width)
                 snapshot = self.engine.snapshot()
                 following = None if waits else self._build(block, max(self.known))
                 ahead = self._runs_ahead()
@@ -221,36 +247,44 @@ class Loop:
 
         As :meth:`finish`, for one row of a batch that goes on.
         """
-        row = self.last.members.index(member)
-        pending = count == len(self.last.tokens[row])
+        given = self._given
+        row = given.result.members.index(member)
+        pending = count == len(given.result.tokens[row])
         with mx.stream(self.stream):
-            return self.engine.extract(self._snapshot, self._block, row, count, pending)
+            return self.engine.extract(given.snapshot, given.block, row, count, pending)
 
-    def finish(self, count: int) -> list[int]:
-        """Leave a single row's caches at what has been emitted, nothing pending.
+    def finish(self) -> list[int]:
+        """Leave a single row's caches at what has been taken, nothing pending.
 
         For any end of the iteration, an exception included. After an interrupted
         prefill the caches hold the chunks that were done.
 
-        Args:
-            count: tokens of the last round yielded that count as emitted.
-
         Returns:
             The ids that this run has added to the caches.
         """
+        given = self._given
         if self._prefilled is None:
             return []
         with mx.stream(self.stream):
-            if self._block is None:
+            if given is None or (given.start == 0 and given.taken == 0):
                 return self._finish_prefill()
-            self.engine.restore(self._snapshot)
-            tokens = self.last.tokens[0]
-            self.engine.settle(self._block, count, pending=count == len(tokens))
-        return [*self.prompts[0], *self._before, *tokens[:count]]
+            self.engine.restore(given.snapshot)
+            ids = self._ids[: given.start + given.taken]
+            size = self.engine.length + len(self.prompts[0]) + len(ids)
+            if given.taken:
+                pending = given.taken == len(given.result.tokens[0])
+                self.engine.settle(given.block, given.taken, pending, size)
+            else:
+                self.engine.take_back(mx.array([ids[-1:]], mx.int32), size)
+        return [*self.prompts[0], *ids]
+
+    def take(self) -> None:
+        """The caller gets one more token of the last round."""
+        self._given.taken += 1
 
     def _finish_prefill(self) -> list[int]:
         prompt, engine = list(self.prompts[0]), self.engine
-        snapshot, carry, done = self._prefilled
+        engine.cache, snapshot, carry, done = self._prefilled
         engine.restore(snapshot)
         last = mx.array([prompt[-1:]], mx.int32)
         if done == len(prompt) - 1:
@@ -258,6 +292,7 @@ class Loop:
                 engine.prime_carry(last)
             engine.feed(last)
             done += 1
+            engine.quantize(engine.length + done)
         else:
             engine.carry = carry
             if done and engine.drafter:  # this row has seen the token after the chunk
@@ -267,7 +302,8 @@ class Loop:
         return prompt[:done]
 
     def _checkpoint(self, done: int, carry: mx.array | None) -> None:
-        self._prefilled = Prefilled(self.engine.snapshot(), carry, done)
+        snapshot = self.engine.snapshot()
+        self._prefilled = Prefilled(self.engine.cache, snapshot, carry, done)
 
     def stop(self, counts: Sequence[int]) -> None:
         """Leave the caches at the first ``counts[b]`` tokens of the round last yielded.
@@ -276,8 +312,8 @@ class Loop:
         in the caches. No token is run again.
         """
         with mx.stream(self.stream):
-            self.engine.restore(self._snapshot)
-            if self._block.width > 1:
+            self.engine.restore(self._given.snapshot)
+            if self._given.block.width > 1:
                 for cache in self.engine.cache:
                     cache.keep(mx.array(counts, mx.int32))
             self.engine.commit()
@@ -292,8 +328,12 @@ class Loop:
         enough = self.max_tokens - in_flight
         if self.max_tokens >= 0 and min(self.emitted) >= enough:
             return None
-        self.engine.bound(before + block.width, block.width)
-        return self.engine.round(block, self.num_draft_tokens)
+        limit = before + block.width
+        self.engine.bound(limit, block.width)
+        num_drafts = self.engine.quantization.drafts_within(
+            self.engine.cache, limit, self.num_draft_tokens
+        )
+        return self.engine.round(block, num_drafts)
 
     def _runs_ahead(self) -> bool:
         if self.depth is not None:
@@ -315,14 +355,26 @@ class Loop:
     def _account(
         self, rows: list[list[int]], block: Block, snapshot: list
     ) -> ReadRound:
-        if self.last is not None and len(self.prompts) == 1:
-            self._before += self.last.tokens[0]
+        if any(row[0] < 0 for row in rows):
+            raise ValueError(
+                "the model's output is not a number (NaN or infinite); its weights are "
+                "damaged or too large for their dtype (convert with --dtype float32), "
+                "or a logits processor has banned every token"
+            )
         tokens = [row[1 : 1 + row[0]] for row in rows]
         for b, row in enumerate(tokens):
             self.known[b] += len(row)
             self.emitted[b] += len(row)
-        self._snapshot, self._block = snapshot, block
-        self.last = ReadRound(
-            tokens, block.num_draft_tokens, block.logprobs, self.members
-        )
-        return self.last
+        result = ReadRound(tokens, block.num_draft_tokens, block.logprobs, self.members)
+        start = 0
+        if self._given is not None and len(self.prompts) == 1:
+            start = self._given.start + len(self._given.result.tokens[0])
+        self._ids[start:] = tokens[0]
+        # One assignment: an interrupt sees either the round before or this one.
+        self._given = Given(result, block, snapshot, start)
+        return result
+
+    @property
+    def last(self) -> ReadRound | None:
+        """The last round yielded."""
+        return None if self._given is None else self._given.result

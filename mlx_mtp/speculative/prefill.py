@@ -47,6 +47,7 @@ def prefill(
         ragged = shortest - 1 < end
         chunk_lengths = mx.clip(before_last - start, 0, end - start) if ragged else None
         hidden = run_chunk(engine, rows[:, start : end + 1], chunk_lengths)
+        engine.quantize(engine.length + end)
         checkpoint(end, hidden[:, -1:])
         report(end, longest)
         mx.clear_cache()

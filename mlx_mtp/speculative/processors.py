@@ -47,6 +47,7 @@ class Processors:
         processors: called in this order.
         prompt: the row's token ids.
         end_tokens: no processor is called behind one of them within a round.
+        limit: nor behind this many tokens of output; -1 for no limit.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Processors:
         processors: Sequence[LogitsProcessor],
         prompt: Sequence[int],
         end_tokens: Collection[int] = (),
+        limit: int = -1,
     ):
         self.processors, self.end_tokens = list(processors), end_tokens
+        self.left = limit
         self.history = mx.array(list(prompt))
         self.shaping = [
             p
@@ -68,7 +71,8 @@ class Processors:
 
     def before_drafts(self) -> None:
         self._saved = [p.snapshot() for p in self.shaping]
-        self._draft_history, self._draft_ended = self.history, False
+        self._draft_history = self.history
+        self._draft_ended = self.left == 1
 
     def after_drafts(self) -> None:
         for processor, state in zip(self.shaping, self._saved, strict=True):
@@ -85,7 +89,8 @@ class Processors:
         if self.shaping:
             value = token.item()
             self._draft_history = _append(self._draft_history, value)
-            self._draft_ended |= value in self.end_tokens
+            drafted = self._draft_history.size - self.history.size
+            self._draft_ended |= value in self.end_tokens or drafted + 1 == self.left
 
     def judge(
         self, rule: Rule, drafts: Drafts, logits: mx.array, start: mx.array
@@ -108,8 +113,11 @@ class Processors:
             token, accepted = rule.one(draft, probs, rows[-1][:, None], start, i)
             tokens.append(token.item())
             self.history = _append(self.history, tokens[-1])
+            self.left -= 1
             # The rule may have drawn the draft's own value anew: then it was rejected.
-            if tokens[-1] in self.end_tokens or not (i < count and accepted.item()):
+            if tokens[-1] in self.end_tokens or self.left == 0:
+                break
+            if not (i < count and accepted.item()):
                 break
         return tokens, rows
 

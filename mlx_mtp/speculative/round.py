@@ -9,6 +9,7 @@ import mlx.core as mx
 from .accept import Accepted, log_probs, pick
 from .draft import Drafter, Drafts, no_drafts
 from .processors import Processors, judge_rows
+from .quantized_cache import NEVER, KVQuantization
 from .rules import Greedy, Rule
 
 
@@ -91,6 +92,7 @@ class Engine:
         processors: the logits processors of every row, or None; with them a round
             reads on the host.
         history: the caches of an earlier run to go on with; default: empty ones.
+        quantization: of the target's KV caches; for a single row.
     """
 
     def __init__(
@@ -101,9 +103,11 @@ class Engine:
         rule: Rule | None = None,
         processors: Sequence[Processors] | None = None,
         history: "History | None" = None,
+        quantization: KVQuantization = NEVER,
     ):
         self.target, self.rule = target, rule or Greedy()
         self.batch_size, self.processors = batch_size, processors
+        self.quantization = quantization
         history = history or History(target.make_cache(batch_size))
         self.cache, self.carry, self.length = (
             history.target,
@@ -207,18 +211,21 @@ class Engine:
         if self.drafter:
             head = self.drafter.cache.extract(snapshot[-1], row, None)
             new.drafter = Drafter(self.drafter.head, self.target, 1, head)
-        new._settle(block.row(row), count, pending)
+        new._settle(block.row(row), count, pending, 0)
         return new
 
-    def settle(self, block: Block, count: int, pending: bool) -> None:
-        """Leave a single row's caches as ``extract`` does; they stand behind it."""
+    def settle(self, block: Block, count: int, pending: bool, size: int) -> None:
+        """Leave a single row's caches as ``extract`` does; they stand behind it.
+
+        ``size`` is the number of positions that will be in them.
+        """
         if block.width > 1:
             kept = mx.array([count if pending else count + 1], mx.int32)
             for cache in self.cache:
                 cache.keep(kept)
-        self._settle(block, count, pending)
+        self._settle(block, count, pending, size)
 
-    def _settle(self, block: Block, count: int, pending: bool) -> None:
+    def _settle(self, block: Block, count: int, pending: bool, size: int) -> None:
         """The head's rows, the pending token and the carry behind a rewind."""
         if self.drafter:
             self.drafter.prime(block.tokens[:, :count], block.hidden[:, :count], None)
@@ -226,6 +233,20 @@ class Engine:
             self.feed(block.tokens[:, count - 1 : count])
         else:
             self.carry = block.hidden[:, count : count + 1]
+        self.quantize(size)
+        self.commit()
+        mx.eval([cache.state for cache in self.caches], self.carry)
+
+    def take_back(self, pending: mx.array, size: int) -> None:
+        """Leave a single row's caches before the last block, ``pending`` [1, 1] fed.
+
+        ``pending`` was the block's first token; the head has seen it already.
+        """
+        for cache in self.cache:
+            cache.keep(mx.array([0], mx.int32))
+        self.commit()
+        self.feed(pending)
+        self.quantize(size)
         self.commit()
         mx.eval([cache.state for cache in self.caches], self.carry)
 
@@ -237,6 +258,10 @@ class Engine:
     def feed(self, tokens: mx.array) -> None:
         """Run tokens [B, T] whose successors are not known yet."""
         self.carry = self.target.hidden(tokens, self.cache)[:, -1:]
+
+    def quantize(self, size: int) -> None:
+        """Behind a forward; earlier snapshots belong to the caches of before."""
+        self.cache = self.quantization.apply(self.cache, size)
 
     def filter(self, rows: list[int]) -> None:
         """Keep these rows of the caches; the rule must follow."""

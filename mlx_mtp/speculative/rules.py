@@ -99,7 +99,10 @@ class Greedy(Matching):
 
 
 class Called(Greedy):
-    """The caller's sampler on the target, greedy drafts: lossless, whatever it does.
+    """The caller's sampler on the target, greedy drafts.
+
+    With ``Processors`` (empty ones will do) it is called once per token, in order, so
+    that one with a state of its own, or ``mx.random``'s, gives what it gives plainly.
 
     Args:
         sampler: log-probabilities [B, V] -> tokens [B], as mlx-lm's samplers.
