@@ -13,10 +13,12 @@ from .cache_file import cache_file, load_cache, save_cache
 from .cli import one_line, run
 from .generate import stream_generate
 from .generate_step import (
+    KV_GROUP_SIZE,
     MAX_DRAFT_TOKENS,
     MAX_TOKENS,
     NUM_DRAFT_TOKENS,
     PREFILL_STEP_SIZE,
+    QUANTIZED_KV_START,
     check_num_draft_tokens,
 )
 from .load import DEMO_PATH, load
@@ -124,7 +126,21 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         default=PREFILL_STEP_SIZE,
         help="prompt tokens per prefill chunk (default: %(default)s)",
     )
+    add_kv_cache(parser)
     add_sampling(parser)
+
+
+def add_kv_cache(parser: argparse.ArgumentParser) -> None:
+    """mlx-lm's flags for a quantised KV cache."""
+    group = parser.add_argument_group("KV cache")
+    for name, default, text in (
+        ("kv-bits", None, "quantise the KV cache to this many bits"),
+        ("kv-group-size", KV_GROUP_SIZE, "values that share a scale"),
+        ("quantized-kv-start", QUANTIZED_KV_START, "positions before it is quantised"),
+    ):
+        group.add_argument(
+            f"--{name}", type=int, default=default, help=f"{text} (default: {default})"
+        )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -278,6 +294,9 @@ def generate_from_args(args: argparse.Namespace) -> None:
         mtp=args.mtp,
         num_draft_tokens=args.num_draft_tokens,
         prefill_step_size=args.prefill_step_size,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
         prompt_cache=cache,
         **options_of(args),
     )

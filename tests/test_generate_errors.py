@@ -101,7 +101,7 @@ WRONG_OPTIONS = [
     ({"num_draft_tokens": 9}, "num_draft_tokens must be 0 to 8, not 9"),
     ({"num_draft_tokens": 2.5}, "num_draft_tokens must be 0 to 8, not 2.5"),
     ({"num_draft_tokens": "2"}, "num_draft_tokens must be 0 to 8, not '2'"),
-    ({"max_tokens": -2}, "max_tokens must be -1 (no limit) or more, not -2"),
+    ({"max_tokens": -2}, "max_tokens must be -1 (no limit) or a whole number, not -2"),
     ({"prefill_step_size": 0}, "prefill_step_size must be 1 or more, not 0"),
 ]
 

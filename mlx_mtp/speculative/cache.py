@@ -125,7 +125,8 @@ class RewindableKVCache(_BaseCache):
     def filter(self, rows: mx.array) -> None:
         self.offset, self.block_start = self.offset[rows], self.block_start[rows]
         if self.keys is not None:
-            self.keys, self.values = tree_map(lambda x: x[rows], (self.keys, self.values))
+            both = (self.keys, self.values)
+            self.keys, self.values = tree_map(lambda x: x[rows], both)
 
     def extend(self, other: "RewindableKVCache") -> None:
         rows, more = self.offset.shape[0], other.offset.shape[0]
@@ -180,11 +181,9 @@ class RewindableKVCache(_BaseCache):
         return tree_reduce(lambda a, x: a + x.nbytes, self.state[:-1], 0)
 
 
-def no_tokens(like: Any, rows: int) -> Any:
-    """Buffers for ``rows`` rows without room for a token."""
-    return tree_map(
-        lambda x: mx.zeros((rows, x.shape[1], 0, x.shape[3]), x.dtype), like
-    )
+def no_tokens(of: Any, rows: int) -> Any:
+    """Buffers of the same kind for ``rows`` rows, without room for a token."""
+    return tree_map(lambda x: mx.zeros((rows, x.shape[1], 0, x.shape[3]), x.dtype), of)
 
 
 def join_rows(a: mx.array, b: mx.array) -> mx.array:

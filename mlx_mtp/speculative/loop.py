@@ -275,7 +275,7 @@ class Loop:
                 pending = given.taken == len(given.result.tokens[0])
                 self.engine.settle(given.block, given.taken, pending, size)
             else:
-                self.engine.take_back(mx.array([ids[-1:]], mx.int32), size)
+                self.engine.take_back(given.block, size)
         return [*self.prompts[0], *ids]
 
     def take(self) -> None:

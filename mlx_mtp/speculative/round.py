@@ -237,15 +237,15 @@ class Engine:
         self.commit()
         mx.eval([cache.state for cache in self.caches], self.carry)
 
-    def take_back(self, pending: mx.array, size: int) -> None:
-        """Leave a single row's caches before the last block, ``pending`` [1, 1] fed.
+    def take_back(self, block: Block, size: int) -> None:
+        """Leave a single row's caches at the last block's first position.
 
-        ``pending`` was the block's first token; the head has seen it already.
+        That one had been pending; the head has seen it already.
         """
-        for cache in self.cache:
-            cache.keep(mx.array([0], mx.int32))
-        self.commit()
-        self.feed(pending)
+        if block.width > 1:
+            for cache in self.cache:
+                cache.keep(mx.array([1], mx.int32))
+        self.carry = block.hidden[:, :1]
         self.quantize(size)
         self.commit()
         mx.eval([cache.state for cache in self.caches], self.carry)
