@@ -1,7 +1,10 @@
 """``mlx_mtp.chat``: a conversation in the terminal, its prompt cache kept over turns.
 
 The whole conversation is rendered for every turn, so that its text is the chat
-template's, and what the prompt cache holds of it is not computed again.
+template's, and what the prompt cache holds of it is not computed again. Templates that
+rewrite earlier turns (most drop the thinking of an answer) make the end of the cache
+useless; for them a second cache stands where the answer began, and only the answer, as
+the template now has it, is run again.
 """
 
 import argparse
@@ -19,8 +22,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .cli import run
 from .generate import stream_generate
 from .generate_cli import add_common, options_of, render
+from .generate_step import extend_prompt_cache
 from .load import load
-from .prompt_cache import make_prompt_cache
+from .prompt_cache import PromptCache, make_prompt_cache
 from .response import GenerationResponse, acceptance_line
 from .sampling import choice
 from .stop import check_stop
@@ -114,6 +118,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.ids: list[int] = []  # of the conversation where there is no template
         self.cache = make_prompt_cache(self.model)
+        self.before_answer: PromptCache | None = None
         self.turn: Turn | None = None
 
     def ask(self, text: str, show: Callable[[str], Any]) -> Turn:
@@ -123,7 +128,9 @@ class Conversation:
         turn = self._begin(ids)
         with Interrupts() as interrupts:
             try:
-                self._answer(ids[turn.reused :], turn, show, interrupts)
+                self._stand_before_answer(question, ids, interrupts)
+                rest = ids[len(self.cache.tokens) :]
+                self._answer(rest, turn, show, interrupts)
             except KeyboardInterrupt:
                 turn.interrupted = True
             self.cache.release()
@@ -148,16 +155,52 @@ class Conversation:
         return self.ids + self.tokenizer.encode(text, add_special_tokens=first)
 
     def _begin(self, ids: list[int]) -> Turn:
-        """Use the cache if it holds the beginning of ``ids``, else an empty one.
+        """Use the cache that holds most of the beginning of ``ids``, or an empty one.
 
-        It does not where the template rewrites earlier turns, or where ids of the
-        answer are not those of its text.
+        The last one does not where the template rewrites earlier turns, or where ids of
+        the answer are not those of its text.
         """
         cached = len(self.cache.tokens)
-        if len(ids) <= cached or ids[:cached] != self.cache.tokens:
-            self.cache = make_prompt_cache(self.model)
+        if not self._begins(self.cache, ids):
+            before, self.cache = self.before_answer, make_prompt_cache(self.model)
+            if before is not None and self._begins(before, ids):
+                self.cache = before
+        self.before_answer = None
         reused = len(self.cache.tokens)
         return Turn(cached, reused, len(ids) - reused)
+
+    @staticmethod
+    def _begins(cache: PromptCache, ids: list[int]) -> bool:
+        size = len(cache.tokens)
+        return size < len(ids) and ids[:size] == cache.tokens
+
+    def _rewrites(self, question: dict[str, str]) -> bool:
+        """Whether the template changes a turn once another one follows."""
+        begun = render(self.args, self.tokenizer, [question])
+        answer = {"role": "assistant", "content": "x"}
+        later = render(self.args, self.tokenizer, [question, answer, question])
+        return not later.startswith(f"{begun}x")
+
+    def _stand_before_answer(
+        self, question: dict[str, str], ids: list[int], interrupts: Interrupts
+    ) -> None:
+        """Keep a cache of what later turns will still begin with, if need be."""
+        if not self.templated or not self._rewrites(question):
+            return
+        text = render(self.args, self.tokenizer, [*self.messages, question], False)
+        lasting = self.tokenizer.encode(text, add_special_tokens=False)
+        size = len(self.cache.tokens)
+        if not size < len(lasting) < len(ids) or ids[: len(lasting)] != lasting:
+            return
+        extend_prompt_cache(
+            lasting[size:],
+            self.model,
+            self.cache,
+            mtp=self.mtp,
+            prefill_step_size=self.args.prefill_step_size,
+            prompt_progress_callback=interrupts.check,
+        )
+        self.before_answer = self.cache.copied()
 
     def _answer(
         self,

@@ -205,11 +205,12 @@ def render(
     args: argparse.Namespace,
     tokenizer: TokenizerWrapper,
     messages: Sequence[dict[str, str]],
+    answer_follows: bool = True,
 ) -> str:
     """What the chat template makes of the system prompt and some messages."""
     if args.system_prompt is not None:
         messages = [{"role": "system", "content": args.system_prompt}, *messages]
-    options = {"add_generation_prompt": True} | args.chat_template_config
+    options = {"add_generation_prompt": answer_follows} | args.chat_template_config
     try:
         return tokenizer.apply_chat_template([*messages], tokenize=False, **options)
     except Exception as error:  # a template may raise anything

@@ -148,6 +148,39 @@ def steps(
     return iterator
 
 
+def extend_prompt_cache(
+    prompt: Sequence[int],
+    model: nn.Module,
+    prompt_cache: PromptCache,
+    *,
+    mtp: bool = True,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prompt_progress_callback: Progress | None = None,
+) -> None:
+    """Run a prompt behind a prompt cache without generating anything.
+
+    Raises:
+        ValueError: as :func:`mtp_generate_step`.
+    """
+    target = target_of(model)
+    ids = prompt_ids(prompt, target.vocab_size)
+    head = model.mtp if mtp else None
+    history = adopt(prompt_cache).history
+    loop = Loop(
+        Engine(target, head, history=history),
+        [ids],
+        num_draft_tokens=0,
+        max_tokens=0,
+        prefill_step_size=prefill_step_size,
+        stream=generation_stream,
+        progress=prompt_progress_callback,
+    )
+    try:
+        loop.prefill()
+    finally:
+        _keep(loop, prompt_cache, prompt_cache)
+
+
 def _keep(loop: Loop, cache: PromptCache, given: list[Any]) -> None:
     """Leave prompt and output in the caller's cache."""
     cache.tokens += loop.finish()

@@ -99,19 +99,41 @@ def test_ways_to_leave(session, end):
 
 
 def test_template_that_rewrites_earlier_turns(session, tmp_path):
-    """As those that drop thinking: the turn starts from nothing, without a word."""
+    """As those that drop thinking: the turn begins where the last answer began."""
     session.path = copy_of(session.path, tmp_path / "rewrites")
     template = session.path / "chat_template.jinja"
     template.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content if loop.last else '…' }}<|im_end|>\n{% endfor %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    opened = session.rendered("one")
+    lasting = opened[: -len([*b"assistant\n\n"]) - 2]  # <|im_start|> … <think>
+    out = session.run("one", "two", "three", "s", "q")
+    assert session.cached[0] == lasting
+    session.check_cold(0, opened)
+    for turn, said in ((1, ["one", ANSWER, "two"]),):
+        session.check_cold(turn, session.rendered(*said))
+        assert session.cached[turn][: len(lasting)] == lasting
+    third = session.rendered("one", ANSWER, "two", session.text(1), "three")
+    session.check_cold(2, third)
+    held = len(session.rendered("one", ANSWER, "two")) + len(session.answers[1])
+    reused = len(session.rendered("one", ANSWER, "two")) - (len(opened) - len(lasting))
+    assert f"Cache: {held} tokens before the turn, {reused} reused" in out
+
+
+def test_template_that_rewrites_everything(session, tmp_path):
+    """Nothing can be used again: the turn starts from nothing, without a word."""
+    session.path = copy_of(session.path, tmp_path / "rewrites all")
+    template = session.path / "chat_template.jinja"
+    template.write_text(
+        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     out = session.run("one", "two", "s", "q")
-    assert session.cached == [[], []]
     session.check_cold(1, session.rendered("one", ANSWER, "two"))
-    held = len(session.rendered("one")) + len(ANSWER.encode()) + 1
-    assert f"Cache: {held} tokens before the turn, 0 reused" in out
+    assert "tokens before the turn, 0 reused" in out
 
 
 def test_without_template(session):

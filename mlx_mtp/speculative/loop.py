@@ -253,6 +253,17 @@ class Loop:
         with mx.stream(self.stream):
             return self.engine.extract(given.snapshot, given.block, row, count, pending)
 
+    def prefill(self) -> None:
+        """Run the prompts and nothing else; ``finish`` leaves them in the caches."""
+        with mx.stream(self.stream):
+            prefill(
+                self.engine,
+                self.prompts,
+                self.prefill_step_size,
+                self.progress,
+                self._checkpoint,
+            )
+
     def finish(self) -> list[int]:
         """Leave a single row's caches at what has been taken, nothing pending.
 
