@@ -26,7 +26,7 @@ from .prompt_cache import make_prompt_cache
 from .response import GenerationResponse, print_stream
 from .sampling import ACCEPTANCE, SamplingParams
 
-QUERY = "<query>"  # stands for the user's text where a template is cut
+ANSWER = "⟦answer⟧"  # stands for an answer while the template is read
 
 
 def num_draft_tokens(text: str) -> int:
@@ -243,12 +243,15 @@ def read_stdin() -> str:
 
 
 def prompt_of(
-    args: argparse.Namespace, tokenizer: TokenizerWrapper, *, behind: bool = False
+    args: argparse.Namespace,
+    tokenizer: TokenizerWrapper,
+    *,
+    behind: Sequence[int] = (),
 ) -> list[int]:
     """The prompt's ids: escapes, standard input and chat template as in mlx-lm.
 
     Args:
-        behind: a prompt cache holds what stands before the user's text.
+        behind: the ids in a prompt cache, which end with an answer or within one.
     """
     text = unescape(args.prompt)
     try:
@@ -260,16 +263,20 @@ def prompt_of(
         raise ValueError("the prompt is empty; give some text with --prompt")
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return tokenizer.encode(text, add_special_tokens=not behind)
-    whole = render(args, tokenizer, [{"role": "user", "content": text}])
-    if behind:  # mlx-lm's way to find the user's text
-        marked = render(args, tokenizer, [{"role": "user", "content": QUERY}])
-        if QUERY not in marked:
-            raise ValueError(
-                "the chat template does not show the user's text, so it cannot go on "
-                "behind a prompt cache; use --ignore-chat-template"
-            )
-        whole = whole[marked.rindex(QUERY) :]
-    return tokenizer.encode(whole, add_special_tokens=False)
+    question = {"role": "user", "content": text}
+    if not behind:
+        whole = render(args, tokenizer, [question])
+        return tokenizer.encode(whole, add_special_tokens=False)
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    _, found, rest = render(args, tokenizer, [*turns, question]).partition(ANSWER)
+    if not found:
+        raise ValueError(
+            "the chat template does not show earlier answers, so a turn cannot go on "
+            "behind a prompt cache; use --ignore-chat-template"
+        )
+    ids = tokenizer.encode(rest, add_special_tokens=False)
+    # The answer's end token may be in the cache already.
+    return ids[1:] if ids[:1] == list(behind[-1:]) else ids
 
 
 def generate_from_args(args: argparse.Namespace) -> None:
@@ -283,7 +290,7 @@ def generate_from_args(args: argparse.Namespace) -> None:
             "leave --mtp out"
         )
     add_end_tokens(tokenizer, args.extra_eos_token)
-    prompt = prompt_of(args, tokenizer, behind=cache is not None)
+    prompt = prompt_of(args, tokenizer, behind=cache.tokens if cache else ())
     if file and cache is None:
         cache = make_prompt_cache(model)
     cached_tokens = len(cache.tokens) if file else 0

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 from broken import check_line, copy_of
+from checkpoints import END, chain
 
 import mlx_mtp
 from mlx_mtp.generate_cli import main
@@ -80,7 +82,7 @@ def test_goes_on_in_another_process(command, random_dir, file, tmp_path, options
 
 
 def test_chat_template(capsys, noisy_dir, file):
-    """As mlx-lm's: behind a cache the prompt begins with the user's text."""
+    """Behind a cache a turn goes on as the template would after the answer."""
     _, tokenizer = mlx_lm.load(str(noisy_dir))
     options = ["--model", str(noisy_dir), "--prompt-cache-file", str(file)]
     options += ["--json", "--mtp", "--system-prompt", "A <query>."]
@@ -95,9 +97,26 @@ def test_chat_template(capsys, noisy_dir, file):
     assert mlx_mtp.load_prompt_cache(file).tokens == ids
     main([*options, "--prompt", "Ho", "-m", "12"])
     second = json.loads(capsys.readouterr().out)
-    tail = tokenizer.encode("Ho<|im_end|>\n<|im_start|>assistant\n")
+    tail = "<|im_end|>\n<|im_start|>user\nHo<|im_end|>\n<|im_start|>assistant\n"
+    tail = tokenizer.encode(tail)
     assert second["prompt_tokens"] == len(tail)
     assert second["tokens"] == one_run(noisy_dir, ids + tail)
+
+
+def test_the_end_token_of_an_answer_is_not_doubled(capsys, make_model_dir, file):
+    succ = chain([ord("\n"), ord("a"), ord("b"), END])
+    path = make_model_dir("answers ab", kind="noisy", succ=succ)
+    capsys.readouterr()  # the converter's words
+    options = ["--model", str(path), "--prompt-cache-file", str(file), "--json"]
+    main([*options, "--prompt", "Hi", "-m", "300"])
+    first = json.loads(capsys.readouterr().out)
+    assert first["finish_reason"] == "stop"
+    assert first["tokens"][-1] == END
+    main([*options, "--prompt", "Ho", "-m", "5"])
+    capsys.readouterr()
+    held = mlx_mtp.load_prompt_cache(file).tokens
+    assert (END, END) not in pairwise(held)
+    assert held.count(END) == 4  # of two questions and two answers
 
 
 def test_cache_without_head_goes_on_with_it(command, random_dir):
@@ -163,7 +182,7 @@ class TestRefusals:
             main(["--model", str(path), "-p", "Q", "--prompt-cache-file", file])
         error = capsys.readouterr().err
         check_line(error[:-1])
-        assert "does not show the user's text" in error
+        assert "does not show earlier answers" in error
 
     @pytest.mark.parametrize(
         ("name", "words"),
