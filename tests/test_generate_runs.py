@@ -100,7 +100,7 @@ def test_loaded_in_a_second_thread(random_dir, random):
 def test_memory_does_not_grow(random):
     """Beyond the KV rows: keys and values of one layer and the head, 2 x 16 float32."""
     model, _ = random
-    start, end = 500, 1500
+    start, end = 500, 3000
     held = {}
     steps = mlx_mtp.mtp_generate_step(
         [1, 2, 3], model, num_draft_tokens=3, max_tokens=end
