@@ -241,8 +241,9 @@ class _Batch:
         loop.members = (first.index,)
         running = {first.index: first}
         self._fill(loop, running, waiting, size)
-        for result in loop:
-            self.prefill_seconds = self.prefill_seconds or time.perf_counter() - start
+        for number, result in enumerate(loop):
+            if number == 0:  # the first round holds the first prompts' prefill
+                self.prefill_seconds = time.perf_counter() - start
             ended = [r for r in running.values() if self._take(loop, r, result)]
             for row in ended:
                 del running[row.index]
