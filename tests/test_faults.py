@@ -27,7 +27,8 @@ from drafting import assert_drafts_equal_oracle
 import mlx_mtp
 from mlx_mtp import convert
 from mlx_mtp.models import qwen3_5
-from mlx_mtp.models.qwen3_5 import MTPHead, RewindableGatedDeltaNet
+from mlx_mtp.models.gated_delta_net import RewindableGatedDeltaNet
+from mlx_mtp.models.qwen3_5 import MTPHead
 from mlx_mtp.speculative.cache import RewindableKVCache
 from mlx_mtp.speculative.draft import Drafter
 from mlx_mtp.speculative.round import Engine

@@ -16,7 +16,8 @@ from mlx_lm.utils import load_model
 
 import mlx_mtp
 from mlx_mtp.checkpoint import MTP_FILE
-from mlx_mtp.models.qwen3_5 import RewindableGatedDeltaNet, make_rewindable
+from mlx_mtp.models.gated_delta_net import RewindableGatedDeltaNet
+from mlx_mtp.models.qwen3_5 import make_rewindable
 
 QUESTION = [ord("Q")]
 PROMPT = [ord(c) for c in "load me"]
