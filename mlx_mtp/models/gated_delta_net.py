@@ -1,10 +1,10 @@
-"""A Gated DeltaNet layer that records a verify block, so that it can be rewound."""
+"""Gated DeltaNet layers that record a verify block, so that they can be rewound."""
 
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import qwen3_5 as base
+from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
 from ..speculative.cache import MAX_BLOCK, RecurrentCache
@@ -27,15 +27,28 @@ class GatedDeltaBlock(NamedTuple):
     b: mx.array
 
 
-class RewindableGatedDeltaNet(base.GatedDeltaNet):
-    """mlx-lm's layer, sharing its weights, that records short blocks in its cache.
+class Projected(NamedTuple):
+    """What a layer reads of its inputs.
+
+    Shapes:
+        qkv: [B, T, conv_dim]; z: [B, T, Hv, Dv]; b, a: [B, T, Hv]
+    """
+
+    qkv: mx.array
+    z: mx.array
+    b: mx.array
+    a: mx.array
+
+
+class Rewindable(nn.Module):
+    """Put before mlx-lm's layer: shares its weights, records short blocks in its cache.
 
     The forward follows mlx_lm.models.qwen3_5.GatedDeltaNet (MIT, Copyright 2026 Apple
     Inc.). With any other cache the stock forward runs.
     """
 
     @classmethod
-    def from_base(cls, layer: base.GatedDeltaNet) -> "RewindableGatedDeltaNet":
+    def from_base(cls, layer: nn.Module) -> "Rewindable":
         new = cls.__new__(cls)
         nn.Module.__init__(new)
         new.__dict__.update(layer.__dict__)
@@ -52,7 +65,7 @@ class RewindableGatedDeltaNet(base.GatedDeltaNet):
             return super().__call__(inputs, mask, cache)
         B, T, _ = inputs.shape
         cache.commit()
-        qkv = self.in_proj_qkv(inputs)
+        qkv, z, b, a = self.project(inputs)
         if mask is not None:
             qkv = mx.where(mask[..., None], qkv, 0)
         window = cache[0]
@@ -69,23 +82,20 @@ class RewindableGatedDeltaNet(base.GatedDeltaNet):
             )
         )
         q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
-        block = GatedDeltaBlock(
-            conv_input,
-            cache[1],
-            *(q, k, v),
-            *(self.in_proj_a(inputs), self.in_proj_b(inputs)),
-        )
+        block = GatedDeltaBlock(conv_input, cache[1], q, k, v, a, b)
         out, state = self.scan(block, mask)
         ends = T if cache.lengths is None else mx.clip(cache.lengths, 0, T)
         cache[0], cache[1] = self.conv_window(conv_input, ends), state
         cache.advance(T)
         if T <= MAX_BLOCK:
             cache.record(block, self.replay)
-        z = self.in_proj_z(inputs).reshape(B, T, -1, self.head_v_dim)
-        out = self.out_proj(self.norm(out, z).reshape(B, T, -1))
-        if self.sharding_group is not None:
-            out = mx.distributed.all_sum(out, group=self.sharding_group)
-        return out
+        return self.out(self.norm(out, z).reshape(B, T, -1))
+
+    def project(self, inputs: mx.array) -> Projected:
+        raise NotImplementedError
+
+    def out(self, x: mx.array) -> mx.array:
+        return self.out_proj(x)
 
     def scan(
         self, block: GatedDeltaBlock, mask: mx.array | None
@@ -113,3 +123,40 @@ class RewindableGatedDeltaNet(base.GatedDeltaNet):
         mask = mx.arange(block.q.shape[1]) < n[:, None]
         _, state = self.scan(block, mask)
         return self.conv_window(block.conv_input, n), state
+
+
+class RewindableGatedDeltaNet(Rewindable, qwen3_5.GatedDeltaNet):
+    """Qwen3.5's layer: four projections."""
+
+    def project(self, inputs: mx.array) -> Projected:
+        z = self.in_proj_z(inputs).reshape(*inputs.shape[:2], -1, self.head_v_dim)
+        return Projected(
+            self.in_proj_qkv(inputs),
+            z,
+            self.in_proj_b(inputs),
+            self.in_proj_a(inputs),
+        )
+
+    def out(self, x: mx.array) -> mx.array:
+        x = self.out_proj(x)
+        if self.sharding_group is not None:
+            x = mx.distributed.all_sum(x, group=self.sharding_group)
+        return x
+
+
+class RewindableQwen3NextGatedDeltaNet(Rewindable, qwen3_next.Qwen3NextGatedDeltaNet):
+    """Qwen3-Next's layer: two projections, their rows grouped by key head."""
+
+    def project(self, inputs: mx.array) -> Projected:
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(
+            self.in_proj_qkvz(inputs), self.in_proj_ba(inputs)
+        )
+        B, T, _ = inputs.shape
+        qkv = mx.concatenate([x.reshape(B, T, -1) for x in (q, k, v)], axis=-1)
+        return Projected(qkv, z, b, a)
+
+
+REWINDABLE = {
+    qwen3_5.GatedDeltaNet: RewindableGatedDeltaNet,
+    qwen3_next.Qwen3NextGatedDeltaNet: RewindableQwen3NextGatedDeltaNet,
+}
