@@ -1,0 +1,152 @@
+"""The references against mlx_lm's stock models and transformers' generic MTP model.
+
+A directory that mlx_lm and transformers read alike has the right config and names; a
+head tensor that changes nothing would let a fault of the converter pass.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from mlx_lm.utils import _get_classes
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+from transformers.utils import logging
+
+from families import FAMILIES, family
+
+RIGHT = 1e-4  # upper bound of the relative error of rounding
+WRONG = 1e-3  # lower bound of the relative effect of a real difference
+LENGTH = 40
+# Families that transformers' generic MTP model can load, and what it has to be told.
+GENERIC = {
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "glm4_moe_air": {},
+}
+
+every_family = pytest.mark.parametrize("name", [f.name for f in FAMILIES])
+
+
+def difference(got, want) -> float:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    @cache
+    def load(name):
+        chosen = family(name)
+        return chosen.load(chosen.write(tmp_path_factory.mktemp(name), seed=3))
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.from_numpy(np.random.default_rng(1).integers(0, 256, (1, LENGTH)))
+
+
+def stock_model(path: Path, is_head):
+    """mlx_lm's own model; ``sanitize`` gets the target's tensors alone."""
+    config = json.loads((path / "config.json").read_text())
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    weights = {}
+    for shard in path.glob("*.safetensors"):
+        weights |= {k: v for k, v in mx.load(str(shard)).items() if not is_head(k)}
+    model.load_weights(list(model.sanitize(weights).items()))
+    return model.eval()
+
+
+@every_family
+def test_stock_target(name, references, tokens):
+    reference = references(name)
+    model = stock_model(reference.path, reference.is_head)
+    got = np.array(model(mx.array(tokens.numpy())))
+    assert difference(got, reference.target(tokens).logits) < RIGHT
+
+
+@every_family
+def test_head_tensors_are_used(name, references, tokens):
+    reference = references(name)
+    hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
+    want = reference.head(hidden, tokens[:, 1:]).logits
+    noise = torch.Generator().manual_seed(0)
+    unused = []
+    for key, value in reference.raw_head.items():
+        other = value + torch.randn(value.shape, generator=noise) * value.std()
+        head = reference.with_head(reference.raw_head | {key: other})
+        got = head.head(hidden, tokens[:, 1:]).logits
+        if difference(got, want) < WRONG:
+            unused.append(key)
+    assert unused == []
+
+
+@every_family
+def test_toggles_make_a_difference(name, references, tokens):
+    reference = references(name)
+    other = {"pre_norm": "post_norm", "post_norm": "pre_norm"}
+    usual, k = reference.toggles, 3
+    want = reference.drafts(tokens, k)
+    for toggle in (
+        {"hidden": other[usual.hidden]},
+        {"chain": other[usual.chain]},
+        {"final_norm": "none"},
+        {"mask_first": not usual.mask_first},
+    ):
+        got = reference.drafts(tokens, k, follow=want.tokens, **toggle)
+        assert difference(got.logits[:, -1], want.logits[:, -1]) > WRONG, toggle
+
+
+@every_family
+def test_drafts_follow_the_teacher_forced_head(name, references, tokens):
+    """Draft 1 is the last entry; no draft depends on what comes after it."""
+    reference = references(name)
+    hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
+    want = reference.head(hidden, tokens[:, 1:]).logits
+    cut = LENGTH // 2
+    for length in (cut, LENGTH):
+        got = reference.drafts(tokens[:, :length], 1).logits[:, 0]
+        assert difference(got, want[:, length - 2]) < RIGHT
+    assert reference.drafts(tokens, 4).tokens.shape == (1, 4)
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_generic_head(name, references, tokens):
+    """transformers' own MTP model, with its own loading of the raw tensors."""
+    reference = references(name)
+    model, config = reference.model, reference.config
+    # Its patterns name the released models' numbers of layers.
+    model._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{config.num_hidden_layers}\.",
+        r"^mtp\.",
+    ]
+    for key, value in GENERIC[name].items():
+        setattr(config, key, value)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        generic = MtpModel.from_pretrained(model).eval()
+    finally:
+        logging.set_verbosity(level)
+    hidden = reference.target(tokens).post_norm[:, :-1]
+    want = reference.head(hidden, tokens[:, 1:])
+    with torch.no_grad():
+        chain = generic.forward_layer(
+            0,
+            hidden,
+            torch.arange(1, LENGTH)[None],
+            MtpCache(config=model.config.get_mtp_config()),
+            input_ids=tokens[:, 1:],
+        )
+        logits = model.lm_head(chain)
+    assert difference(chain, want.chain) < RIGHT
+    assert difference(logits, want.logits) < RIGHT
