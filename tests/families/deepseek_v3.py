@@ -50,7 +50,7 @@ def config() -> dict[str, Any]:
         "norm_topk_prob": True,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 3,
         "num_hidden_layers": 3,
         "num_nextn_predict_layers": 1,
         "max_position_embeddings": 256,

@@ -30,7 +30,7 @@ def config(*, use_qk_norm: bool) -> dict[str, Any]:
         "topk_group": 1,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 3,
         "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 1,
         "num_hidden_layers": 3,

@@ -54,6 +54,12 @@ def tokens():
     return torch.from_numpy(np.random.default_rng(1).integers(0, 256, (1, LENGTH)))
 
 
+@pytest.fixture(scope="module")
+def many_tokens():
+    """Enough for every expert to be chosen."""
+    return torch.from_numpy(np.random.default_rng(2).integers(0, 256, (4, LENGTH)))
+
+
 def stock_model(path: Path, is_head):
     """mlx_lm's own model; ``sanitize`` gets the target's tensors alone."""
     config = json.loads((path / "config.json").read_text())
@@ -75,8 +81,8 @@ def test_stock_target(name, references, tokens):
 
 
 @every_family
-def test_head_tensors_are_used(name, references, tokens):
-    reference = references(name)
+def test_head_tensors_are_used(name, references, many_tokens):
+    reference, tokens = references(name), many_tokens
     hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
     want = reference.head(hidden, tokens[:, 1:]).logits
     noise = torch.Generator().manual_seed(0)
