@@ -1,13 +1,31 @@
-"""Gated DeltaNet layers that record a verify block, so that they can be rewound."""
+"""Gated DeltaNet layers whose state can be rewound inside a short block.
+
+A short block (a verify pass) is recorded in the layer's cache. On Metal a layer runs
+on the project's kernels and the rewind is part of the next block's launch; elsewhere
+it runs on MLX's operations and the recurrence alone is replayed.
+"""
 
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.models import qwen3_5, qwen3_next
-from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
 
+from ..kernels import dispatch
+from ..kernels.gated_delta_prologue import (
+    NORM_EPS,
+    Columns,
+    Weights,
+    gated_delta_prologue,
+)
+from ..kernels.gated_delta_verify import MAX_ROWS, Rows, gated_delta_verify
+from ..kernels.gated_rms_norm import gated_rms_norm
 from ..speculative.cache import MAX_BLOCK, RecurrentCache
+from .joined_linear import JoinedLinear, joined
+
+assert MAX_ROWS == MAX_BLOCK
 
 
 class GatedDeltaBlock(NamedTuple):
@@ -27,17 +45,43 @@ class GatedDeltaBlock(NamedTuple):
     b: mx.array
 
 
-class Projected(NamedTuple):
-    """What a layer reads of its inputs.
+class KernelBlock(NamedTuple):
+    """The same for a block that ran on the kernels: the next launch replays it.
 
     Shapes:
-        qkv: [B, T, conv_dim]; z: [B, T, Hv, Dv]; b, a: [B, T, Hv]
+        window: [B, kernel - 1, conv_dim], before the block; state: [B, Hv, Dv, Dk],
+        before the block; qkv: [B, T, N], the projection with qkv in it; k, v, g, beta:
+        see ``Rows``
     """
 
+    window: mx.array
+    state: mx.array
     qkv: mx.array
-    z: mx.array
-    b: mx.array
-    a: mx.array
+    k: mx.array
+    v: mx.array
+    g: mx.array
+    beta: mx.array
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.k, self.v, self.g, self.beta)
+
+
+class Projections(NamedTuple):
+    """The layer's four projections of its input; qkv begins its array.
+
+    Shapes:
+        qkv: [B, T, 2 Hk Dk + Hv Dv]; z: [B, T, Hv Dv]; b, a: [B, T, Hv]
+    """
+
+    qkv: Columns
+    z: Columns
+    b: Columns
+    a: Columns
+
+
+def whole(array: mx.array) -> Columns:
+    return Columns(array, 0, array.shape[-1])
 
 
 class Rewindable(nn.Module):
@@ -63,9 +107,92 @@ class Rewindable(nn.Module):
     ) -> mx.array:
         if not isinstance(cache, RecurrentCache):
             return super().__call__(inputs, mask, cache)
+        short = inputs.shape[1] <= MAX_BLOCK and mask is None
+        if short and not self.training and dispatch.usable(self.sizes(inputs.dtype)):
+            out = self.out_proj(self.run_kernels(inputs, cache))
+        else:
+            out = self.out_proj(self.run_ops(inputs, mask, cache))
+        group = getattr(self, "sharding_group", None)
+        return out if group is None else mx.distributed.all_sum(out, group=group)
+
+    def project(self, inputs: mx.array) -> Projections:
+        """[B, T, hidden_size] -> what the recurrence and its gate read."""
+        raise NotImplementedError
+
+    def join_projections(self) -> None:
+        """Make one matrix of the projections where their formats agree."""
+
+    def sizes(self, dtype: mx.Dtype) -> dispatch.Sizes:
+        return dispatch.Sizes(
+            *(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
+            *(self.conv_kernel_size, dtype),
+        )
+
+    def run_kernels(self, inputs: mx.array, cache: RecurrentCache) -> mx.array:
+        """A short block -> [B, T, Hv Dv] in three launches behind the projection.
+
+        The rewind that is pending in the cache is carried out on the way, and the
+        state that the cache gets is the one before the block.
+        """
+        B, T, _ = inputs.shape
+        qkv, z, b, a = self.project(inputs)
+        previous, n_prev = cache.deferred(KernelBlock, B)
+        window, state = self._start(cache, previous, inputs)
+        before = qkv if previous is None else qkv._replace(array=previous.qkv)
+        window, q, rows = gated_delta_prologue(
+            window, before, n_prev, qkv, a, b, self.kernel_weights()
+        )
+        replayed = rows if previous is None else previous.rows
+        out, state = gated_delta_verify(state, replayed, n_prev, q, rows)
+        cache[0], cache[1] = window, state
+        cache.record(KernelBlock(window, state, qkv.array, *rows), self.replay_kernels)
+        cache.keep_all(T)
+        return gated_rms_norm(out, z, self.norm.weight, self.norm.eps)
+
+    def _start(
+        self, cache: RecurrentCache, previous: KernelBlock | None, inputs: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Window and state to start from, zeros for an empty cache."""
+        B = inputs.shape[0]
+        window, state = cache[0], cache[1]
+        if window is None:
+            window = mx.zeros(
+                (B, self.conv_kernel_size - 1, self.conv_dim), inputs.dtype
+            )
+        if state is None:
+            state = mx.zeros((B, self.num_v_heads, self.head_v_dim, self.head_k_dim))
+        return window, state
+
+    def kernel_weights(self) -> Weights:
+        return Weights(
+            *(self.conv1d.weight, self.A_log, self.dt_bias),
+            *(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
+        )
+
+    def replay_kernels(
+        self, block: KernelBlock, n: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Conv window and state after the first ``n`` [B] tokens of a block.
+
+        The launches of a forward, with the block itself as the one before; what they
+        compute for a block behind it is not used.
+        """
+        qkv = Columns(block.qkv, 0, self.conv_dim)
+        weights = self.kernel_weights()
+        gates = Columns(block.qkv, 0, self.num_v_heads)
+        window, q, rows = gated_delta_prologue(
+            block.window, qkv, n, qkv, gates, gates, weights
+        )
+        _, state = gated_delta_verify(block.state, block.rows, n, q, rows)
+        return window, state
+
+    def run_ops(
+        self, inputs: mx.array, mask: mx.array | None, cache: RecurrentCache
+    ) -> mx.array:
+        """Any block -> [B, T, Hv Dv] in MLX's operations."""
         B, T, _ = inputs.shape
         cache.commit()
-        qkv, z, b, a = self.project(inputs)
+        qkv, z, b, a = (columns.sliced() for columns in self.project(inputs))
         if mask is not None:
             qkv = mx.where(mask[..., None], qkv, 0)
         window = cache[0]
@@ -81,7 +208,7 @@ class Rewindable(nn.Module):
                 strict=True,
             )
         )
-        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=NORM_EPS)
         block = GatedDeltaBlock(conv_input, cache[1], q, k, v, a, b)
         out, state = self.scan(block, mask)
         ends = T if cache.lengths is None else mx.clip(cache.lengths, 0, T)
@@ -89,23 +216,31 @@ class Rewindable(nn.Module):
         cache.advance(T)
         if T <= MAX_BLOCK:
             cache.record(block, self.replay)
-        return self.out(self.norm(out, z).reshape(B, T, -1))
-
-    def project(self, inputs: mx.array) -> Projected:
-        raise NotImplementedError
-
-    def out(self, x: mx.array) -> mx.array:
-        return self.out_proj(x)
+        out = self.norm(out, z.reshape(B, T, -1, self.head_v_dim))
+        return out.reshape(B, T, -1)
 
     def scan(
         self, block: GatedDeltaBlock, mask: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         """The delta rule over a block -> outputs [B, T, Hv, Dv], last state."""
+        Hk, Dk, Hv, Dv = *block.k.shape[2:], *block.v.shape[2:]
+        long = block.q.shape[1] > MAX_BLOCK and mask is None and not self.training
+        if long and dispatch.native_scan(Hk, Hv, Dk, Dv):
+            return self.native_scan(block)
         return gated_delta_update(
             *(block.q, block.k, block.v, block.a, block.b),
             *(self.A_log, self.dt_bias, block.state, mask),
             use_kernel=not self.training,
         )
+
+    def native_scan(self, block: GatedDeltaBlock) -> tuple[mx.array, mx.array]:
+        """The same by MLX's own chunked kernels, which return the last state only."""
+        g = compute_g(self.A_log, block.a, self.dt_bias)
+        out, state = mx.fast.gated_delta_update(
+            *(block.q, block.k, block.v, g, mx.sigmoid(block.b)),
+            initial_state=block.state,
+        )
+        return out, state
 
     def conv_window(self, conv_input: mx.array, ends: int | mx.array) -> mx.array:
         """The inputs the convolution needs next, after ``ends`` tokens of the block."""
@@ -128,35 +263,47 @@ class Rewindable(nn.Module):
 class RewindableGatedDeltaNet(Rewindable, qwen3_5.GatedDeltaNet):
     """Qwen3.5's layer: four projections."""
 
-    def project(self, inputs: mx.array) -> Projected:
-        z = self.in_proj_z(inputs).reshape(*inputs.shape[:2], -1, self.head_v_dim)
-        return Projected(
-            self.in_proj_qkv(inputs),
-            z,
-            self.in_proj_b(inputs),
-            self.in_proj_a(inputs),
-        )
+    _joined: JoinedLinear | None = None
 
-    def out(self, x: mx.array) -> mx.array:
-        x = self.out_proj(x)
-        if self.sharding_group is not None:
-            x = mx.distributed.all_sum(x, group=self.sharding_group)
-        return x
+    def project(self, inputs: mx.array) -> Projections:
+        layers = self.projections()
+        if self._joined is not None and self._joined.holds(layers):
+            return Projections(*self._joined(inputs))
+        return Projections(*(whole(layer(inputs)) for layer in layers))
+
+    def projections(self) -> list[nn.Module]:
+        """The linear layers in the order of ``Projections``."""
+        return [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a]
+
+    def join_projections(self) -> None:
+        self._joined = joined(self.projections())
 
 
 class RewindableQwen3NextGatedDeltaNet(Rewindable, qwen3_next.Qwen3NextGatedDeltaNet):
     """Qwen3-Next's layer: two projections, their rows grouped by key head."""
 
-    def project(self, inputs: mx.array) -> Projected:
+    def project(self, inputs: mx.array) -> Projections:
+        B, T, _ = inputs.shape
         q, k, v, z, b, a = self.fix_query_key_value_ordering(
             self.in_proj_qkvz(inputs), self.in_proj_ba(inputs)
         )
-        B, T, _ = inputs.shape
         qkv = mx.concatenate([x.reshape(B, T, -1) for x in (q, k, v)], axis=-1)
-        return Projected(qkv, z, b, a)
+        return Projections(*map(whole, (qkv, z.reshape(B, T, -1), b, a)))
 
 
 REWINDABLE = {
     qwen3_5.GatedDeltaNet: RewindableGatedDeltaNet,
     qwen3_next.Qwen3NextGatedDeltaNet: RewindableQwen3NextGatedDeltaNet,
 }
+
+
+def swap_gated_delta(model: nn.Module) -> None:
+    """Swap the model's Gated DeltaNet layers in place; the weights are shared."""
+    swaps = []
+    for name, module in model.named_modules():
+        if type(module) in REWINDABLE:
+            layer = REWINDABLE[type(module)].from_base(module)
+            if dispatch.on_metal():
+                layer.join_projections()
+            swaps.append((name, layer))
+    model.update_modules(tree_unflatten(swaps))

@@ -8,12 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from mlx_lm.models import qwen3_5 as base
 from mlx_lm.models.base import create_attention_mask
 
 from ..speculative.cache import RecurrentCache, RewindableKVCache
-from .gated_delta_net import RewindableGatedDeltaNet
+from .gated_delta_net import swap_gated_delta
 from .spec import MTPSpec
 
 SPEC = MTPSpec(
@@ -120,9 +119,4 @@ class Target:
 
 def make_rewindable(model: base.Model) -> None:
     """Swap the Gated DeltaNet layers in place; the weights are shared."""
-    swaps = [
-        (name, RewindableGatedDeltaNet.from_base(module))
-        for name, module in model.named_modules()
-        if type(module) is base.GatedDeltaNet
-    ]
-    model.update_modules(tree_unflatten(swaps))
+    swap_gated_delta(model)

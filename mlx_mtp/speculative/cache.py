@@ -201,7 +201,7 @@ class RecurrentSnapshot(NamedTuple):
     arrays: tuple[mx.array | None, ...]
     block: Any
     replay: Replay | None
-    pending: mx.array | None
+    pending: mx.array | int | None
     recorded: int
 
 
@@ -212,6 +212,10 @@ class RecurrentCache(ArraysCache):
     that has run a short block records it: ``replay(block, n)`` must return the states
     after the block's first ``n`` tokens. Long blocks (prefill) are not recorded and
     cannot be rewound; ragged ones are cut with ``lengths`` instead.
+
+    A layer may leave the states as they were before the block and call ``keep_all``:
+    the whole block is then pending, and the layer's next block takes it up
+    (``deferred``) in place of ``commit``.
     """
 
     def __init__(self, size: int = 2):
@@ -227,6 +231,27 @@ class RecurrentCache(ArraysCache):
         assert self.pending is None
         self.block, self.replay, self._recorded = block, replay, self.batch_size
 
+    def keep_all(self, count: int) -> None:
+        """All ``count`` tokens of the block are pending, unless ``keep`` says fewer."""
+        self.pending = count
+
+    def deferred(self, kind: type, batch_size: int) -> tuple[Any, mx.array]:
+        """The pending block and the tokens [B] of it that stand, to be taken up.
+
+        Where none of that kind is pending, (None, zeros): the states are current.
+        """
+        if self.pending is not None and isinstance(self.block, kind):
+            block, n = self.block, self._counts(self.pending)
+            self._forget()
+            return block, n
+        self.commit()
+        return None, mx.array([0] * batch_size, mx.int32)
+
+    def _counts(self, pending: mx.array | int) -> mx.array:
+        if isinstance(pending, int):
+            return mx.array([pending] * self._recorded, mx.int32)
+        return pending
+
     def keep(self, n: mx.array) -> None:
         if self.block is None:
             raise ValueError(
@@ -236,7 +261,8 @@ class RecurrentCache(ArraysCache):
 
     def commit(self) -> None:
         if self.pending is not None:
-            self.cache = list(self.replay(self.block, self.pending))
+            n = self._counts(self.pending)
+            self.cache = list(self.replay(self.block, n))
         self._forget()
 
     def filter(self, rows: mx.array) -> None:
@@ -282,6 +308,8 @@ class RecurrentCache(ArraysCache):
         arrays, block, replay, pending, recorded = snapshot
         if row < recorded and n is not None:
             pending = mx.broadcast_to(n, (recorded,))
+        if isinstance(pending, int):
+            pending = mx.array([pending] * recorded, mx.int32)
         if pending is not None:
             arrays = replay(block, pending)
         new = type(self)(len(arrays))
