@@ -9,6 +9,7 @@ from .convert import convert
 from .generate import generate, stream_generate
 from .generate_step import mtp_generate_step
 from .load import load
+from .models import supported_families
 from .prompt_cache import (
     load_prompt_cache,
     make_prompt_cache,
@@ -31,4 +32,5 @@ __all__ = [
     "mtp_generate_step",
     "save_prompt_cache",
     "stream_generate",
+    "supported_families",
 ]

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from .models import family_of
+from .models.target import Target
 from .prompt_cache import PromptCache, adopt, give_back
 from .sampling import ChoiceOptions, choice
 from .speculative.cache import MAX_BLOCK
@@ -73,10 +74,10 @@ def prompt_ids(prompt: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
     return [int(token) for token in ids]
 
 
-def target_of(model: nn.Module) -> Any:
+def target_of(model: nn.Module) -> Target:
     """The model in the parts the engine uses."""
     family = family_of({"model_type": getattr(model, "model_type", None)})
-    return family.Target(model)
+    return family.target(model)
 
 
 def steps(

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import infer_quant_config, load_model, load_tokenizer
 
-from .checkpoint import MTP_FILE, MTP_PREFIX, read_marker
+from .checkpoint import MTP_FILE, MTP_PREFIX, marked_spec, read_marker
 from .cli import one_line
 from .hub import LOAD_PATTERNS, resolve
 from .models import family_of
@@ -36,6 +37,7 @@ def load(
     *,
     lazy: bool = False,
     mtp: bool = True,
+    mtp_config: dict[str, Any] | None = None,
     tokenizer_config: dict | None = None,
     revision: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
@@ -46,6 +48,9 @@ def load(
         lazy: leave the weights on disk until they are used, which must be in the
             thread that calls this. Default: ``False``.
         mtp: attach the head if there is one. Default: ``True``.
+        mtp_config: other values for the points on which engines disagree about the
+            head, such as ``{"hidden": "pre_norm"}``; see ``models.spec``. They change
+            acceptance, never the output. Default: the checkpoint's.
         tokenizer_config: keyword arguments for the tokenizer.
         revision: branch, tag or commit of a repository.
 
@@ -62,6 +67,8 @@ def load(
     marker = read_marker(config)
     check_files(path)
     head_file = path / MTP_FILE
+    if mtp_config and (marker is None or not mtp):
+        raise ValueError(f"mtp_config {mtp_config} needs a checkpoint with an MTP head")
     if head_file.exists() and marker is None:
         raise ValueError(
             f"{head_file} is not marked in config.json, so its norm convention is "
@@ -77,7 +84,8 @@ def load(
     family.make_rewindable(model)
     model.mtp = None
     if mtp and marker is not None:
-        model.mtp = load_head(head_file, family.MTPHead(family.head_args(model)))
+        spec = marked_spec(family.spec, marker).toggled(mtp_config or {})
+        model.mtp = load_head(head_file, family.head(model, spec))
     # Before the weights are read, which can take minutes.
     tokenizer = _load_tokenizer(path, tokenizer_config)
     if not lazy:

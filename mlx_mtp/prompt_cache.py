@@ -94,7 +94,7 @@ def make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> Promp
             "it out"
         )
     family = family_of({"model_type": model.model_type})
-    return PromptCache(family.Target(model).make_cache())
+    return PromptCache(family.target(model).make_cache())
 
 
 def adopt(cache: list[Any]) -> PromptCache:

@@ -4,6 +4,7 @@ Knows modules, no files and no model family.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from mlx_lm.utils import quantize_model
 # The value of ``mtp_bits`` that leaves the head as it is.
 HEAD_UNQUANTIZED = 16
 DEFAULT_MODE = "affine"
+# Which experts a token goes to is decided by small differences.
+ROUTERS = ("mlp.gate", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
@@ -118,25 +121,47 @@ def quantize_target(
         quantization.group_size,
         quantization.bits,
         mode=quantization.mode,
+        quant_predicate=_predicate(model, quantization),
     )
     return model, config, skipped
 
 
-def quantize_head(head: nn.Module, quantization: Quantization) -> list[str]:
-    """Quantise the head's linear layers in place; norms have no quantised form.
+def quantize_head(
+    head: nn.Module, model: nn.Module, quantization: Quantization
+) -> list[str]:
+    """Quantise the head in place, as mlx-lm does the layers of its target ``model``.
 
     Returns:
         The layers left alone because the group size does not divide their width.
     """
     skipped = _indivisible(head, quantization)
-    nn.quantize(
-        head,
-        **quantization.as_dict(),
-        class_predicate=lambda path, module: (
-            hasattr(module, "to_quantized") and quantization.divides(module)
-        ),
-    )
+    predicate = _predicate(model, quantization)
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or not quantization.divides(module):
+            return False
+        return predicate(path, module)
+
+    nn.quantize(head, **quantization.as_dict(), class_predicate=choose)
     return skipped
+
+
+def _predicate(
+    model: nn.Module, quantization: Quantization
+) -> Callable[[str, nn.Module], bool | dict[str, Any]]:
+    """mlx-lm's choice for the model's layers; routers never have less than 8 bits."""
+    theirs = getattr(model, "quant_predicate", None)
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        choice = theirs(path, module) if theirs else True
+        if choice is True and path.endswith(ROUTERS):
+            choice = {"group_size": quantization.group_size, "bits": 8}
+        # mlx-lm names 64 whatever is asked for.
+        if isinstance(choice, dict) and module.weight.shape[-1] % choice["group_size"]:
+            return False
+        return choice
+
+    return predicate
 
 
 def is_quantized(module: nn.Module) -> bool:

@@ -24,10 +24,19 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header says of one tensor; ``dtype`` in the format's names (BF16)."""
+    """What the header says of one tensor.
+
+    Args:
+        dtype: in the format's names (BF16).
+        shape: its dimensions.
+        start: where its data begins in the file.
+        nbytes: their number.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ def check_file(path: str | Path) -> Header:
         OSError: when it cannot be opened.
     """
     try:
-        entries, data_bytes = _read_header(Path(path))
+        entries, data_start, data_bytes = _read_header(Path(path))
         metadata = dict(entries.pop("__metadata__", None) or {})  # mlx writes null
         ends = [_check_entry(name, entry) for name, entry in entries.items()]
         if max(ends, default=0) != data_bytes:
@@ -56,7 +65,12 @@ def check_file(path: str | Path) -> Header:
                 f"it has {data_bytes}"
             )
         tensors = {
-            name: TensorInfo(entry["dtype"], tuple(entry["shape"]))
+            name: TensorInfo(
+                entry["dtype"],
+                tuple(entry["shape"]),
+                data_start + entry["data_offsets"][0],
+                entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
             for name, entry in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -67,8 +81,8 @@ def check_file(path: str | Path) -> Header:
     return Header(metadata, tensors)
 
 
-def _read_header(path: Path) -> tuple[dict, int]:
-    """The header's JSON, and how many bytes follow it."""
+def _read_header(path: Path) -> tuple[dict, int, int]:
+    """The header's JSON, where it ends, and how many bytes follow it."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         start = file.read(8)
@@ -77,7 +91,7 @@ def _read_header(path: Path) -> tuple[dict, int]:
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError("its header is not complete")
-        return json.loads(file.read(length)), size - 8 - length
+        return json.loads(file.read(length)), 8 + length, size - 8 - length
 
 
 def _check_entry(name: str, entry: dict) -> int:

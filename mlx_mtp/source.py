@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +17,16 @@ from mlx_lm.utils import load_config
 from .cli import one_line
 from .messages import listing
 from .models import family_of
+from .models.family import Family
 from .safetensors_check import Header, TensorInfo, check_file
 
 CONV_WEIGHT = "conv1d.weight"
+# Parts of names that only mlx-lm's layout has: stacked experts, split latent layers.
+CONVERTED = (".switch_mlp.", ".embed_q.", ".unembed_out.")
+# Tensors of heads of another kind, which draft whole blocks.
+DSPARK = ("main_proj", "markov_head", "confidence_head")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+COMPARED_BYTES = 1 << 24
 QUANTIZED_SUFFIXES = (
     ".qweight",
     ".scales",
@@ -38,7 +43,7 @@ class Source:
 
     path: Path
     config: dict[str, Any]
-    family: ModuleType
+    family: Family
     headers: dict[Path, Header]
     files: dict[str, Path]
 
@@ -47,8 +52,30 @@ class Source:
         """The config of the text model, which the flat form has at top level."""
         return self.config.get("text_config", self.config)
 
+    @property
+    def num_layers(self) -> int | None:
+        """Of the target; later layers are the head's."""
+        number = self.text_config.get("num_hidden_layers")
+        return number if type(number) is int else None
+
     def info(self, key: str) -> TensorInfo:
         return self.headers[self.files[key]].tensors[key]
+
+    def same_data(self, key: str, other: str) -> bool:
+        """Whether two tensors are equal byte for byte; reads them in pieces."""
+        a, b = self.info(key), self.info(other)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        with open(self.files[key], "rb") as one, open(self.files[other], "rb") as two:
+            one.seek(a.start)
+            two.seek(b.start)
+            left = a.nbytes
+            while left > 0:
+                size = min(left, COMPARED_BYTES)
+                if one.read(size) != two.read(size):
+                    return False
+                left -= size
+        return True
 
     def load(self, keys: Iterable[str]) -> dict[str, mx.array]:
         """The tensors of ``keys``, unread until they are used."""
@@ -67,11 +94,24 @@ class Source:
 
 @dataclass
 class Parts:
-    """A source's tensors by purpose. ``head`` maps the head's own names to keys."""
+    """A source's tensors by purpose.
+
+    Args:
+        main: the target's.
+        head: module and parameter name -> key.
+        vision: those of the vision tower.
+        unused: those that mlx-lm's model does not have.
+    """
 
     main: list[str] = field(default_factory=list)
-    head: dict[str, str] = field(default_factory=dict)
+    head: dict[tuple[int, str], str] = field(default_factory=dict)
     vision: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    @property
+    def num_modules(self) -> int:
+        """Modules of the head."""
+        return len({module for module, _ in self.head})
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -129,29 +169,39 @@ def sort_tensors(source: Source) -> Parts:
         ValueError: for a draft head under an unknown prefix or under two of them, and
             for tensors of a type that is not floating point.
     """
-    spec, parts, unknown = source.family.SPEC, Parts(), []
+    family, parts, unknown = source.family, Parts(), []
     for key in source.files:
-        prefix = next((p for p in spec.prefixes if key.startswith(p)), None)
-        if prefix is not None:
-            other = parts.head.setdefault(key.removeprefix(prefix), key)
+        if place := family.spec.locate(key, source.num_layers):
+            other = parts.head.setdefault(place, key)
             if other != key:
                 raise ValueError(f"{key} and {other} are the same tensor of the head")
-        elif key.startswith(source.family.VISION_PREFIXES):
+        elif key.startswith(family.vision_prefixes):
             parts.vision.append(key)
+        elif any(part in key for part in family.unused):
+            parts.unused.append(key)
         elif "mtp" in key.split("."):
             unknown.append(key)
         else:
             parts.main.append(key)
+    if odd := [k for k in (*parts.head.values(), *unknown) if _of_dspark(k)]:
+        raise ValueError(
+            f"{source.path} has a DSpark head ({listing(odd)}), which drafts in a way "
+            "of its own and is not supported; use mlx_lm.convert to do without"
+        )
     if unknown:
         raise ValueError(
             f"MTP tensors under an unknown prefix: {listing(unknown)}; "
-            f"known prefixes are {', '.join(spec.prefixes)}"
+            f"known prefixes are {', '.join(family.spec.prefixes)}"
         )
     kept = [*parts.main, *parts.head.values()]
     types = {key: source.info(key).dtype for key in kept}
     if odd := [f"{key} ({t})" for key, t in types.items() if t not in FLOAT_DTYPES]:
         raise ValueError(_quantized(source.path, listing(odd)))
     return parts
+
+
+def _of_dspark(key: str) -> bool:
+    return any(part in DSPARK for part in key.split("."))
 
 
 def _check_index(path: Path) -> None:
@@ -170,20 +220,29 @@ def _check_index(path: Path) -> None:
 
 
 def _refuse_converted(source: Source) -> None:
-    """Raw files hold convolutions as [C, 1, K], converted ones as [C, K, 1]."""
     way_out = "convert the model's original Hugging Face repository instead"
     marked = [
         f.name for f, h in source.headers.items() if h.metadata.get("format") == "mlx"
     ]
+    marked += [key for key in source.files if any(part in key for part in CONVERTED)]
     if marked:
         raise ValueError(
             f"{source.path} is already in MLX format ({listing(marked)}); {way_out}"
         )
+    if source.family.spec.zero_centred_norms:
+        _require_raw_convolutions(source, way_out)
+
+
+def _require_raw_convolutions(source: Source, way_out: str) -> None:
+    """Raw files hold convolutions as [C, 1, K], converted ones as [C, K, 1].
+
+    Norms tell nothing themselves; where they are shifted, convolutions are moved.
+    """
     shapes = {
         key: source.info(key).shape
         for key in source.files
         if key.endswith(CONV_WEIGHT)
-        and not key.startswith(source.family.VISION_PREFIXES)
+        and not key.startswith(source.family.vision_prefixes)
     }
     raw = [key for key, s in shapes.items() if len(s) == 3 and s[1] == 1 != s[2]]
     moved = [f"{key} {list(s)}" for key, s in shapes.items() if key not in raw]

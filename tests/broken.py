@@ -130,8 +130,8 @@ BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
         ("format 2", "format 1", "convert the original again"),
     ),
     "marker of another stage": (
-        config(lambda c: c[MARKER].update(hidden="pre_norm")),
-        ("mtp.hidden is 'pre_norm'", "convert the original again"),
+        config(lambda c: c[MARKER].update(hidden="no_norm")),
+        ("mtp.hidden is 'no_norm'", "convert the original again"),
     ),
     "config.json missing": (remove("config.json"), ("has no config.json",)),
     "config.json broken": (

@@ -43,7 +43,7 @@ def assert_same_stream(got, want: Stream) -> None:
 
 
 def engine_of(model, *, head: bool = True, batch_size: int = 1) -> Engine:
-    target = FAMILIES[model.model_type].Target(model)
+    target = FAMILIES[model.model_type].target(model)
     return Engine(target, model.mtp if head else None, batch_size)
 
 

@@ -15,7 +15,7 @@ TOLERANCE = 1e-4
 
 
 class RecordingTarget:
-    """A target that remembers every logits array it has made."""
+    """A target that remembers what its output layer has made."""
 
     def __init__(self, target):
         self._target, self.made = target, []
@@ -27,12 +27,16 @@ class RecordingTarget:
         self.made.append(self._target.logits(hidden))
         return self.made[-1]
 
+    def output(self, x: mx.array) -> mx.array:
+        self.made.append(self._target.output(x))
+        return self.made[-1]
+
 
 def draft_logits(
     model, prompt: Sequence[int], k: int, rounds: int, step_size: int
 ) -> list[tuple[list[int], np.ndarray]]:
     """Of every round: the tokens known before it, and its draft logits [K, V]."""
-    target = RecordingTarget(FAMILIES[model.model_type].Target(model))
+    target = RecordingTarget(FAMILIES[model.model_type].target(model))
     loop = loop_of(
         Engine(target, model.mtp),
         [prompt],

@@ -39,6 +39,12 @@ class MarkovHead:
     def __init__(self, rows: np.ndarray):
         self.rows = mx.array(np.eye(len(rows), dtype=np.float32)[rows])
 
+    def embed(self, target: MarkovTarget, tokens: mx.array) -> mx.array:
+        return target.embed(tokens)
+
+    def logits(self, target: MarkovTarget, state: mx.array) -> mx.array:
+        return target.logits(state)
+
     def make_cache(self, batch_size: int = 1) -> RewindableKVCache:
         return RewindableKVCache(batch_size)
 

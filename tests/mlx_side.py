@@ -15,13 +15,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import Model
 
-from mlx_mtp.models.qwen3_5 import (
-    MTPHead,
-    Target,
-    build_model,
-    head_args,
-    make_rewindable,
-)
+from mlx_mtp.models import FAMILIES
+from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.target import Target
 
 HEAD_PREFIX = "mtp."
 
@@ -39,17 +35,18 @@ def read_raw(path: str | Path) -> tuple[dict[str, mx.array], dict[str, mx.array]
 
 
 def load_raw(path: str | Path) -> tuple[Model, Target, MTPHead]:
-    model = build_model(json.loads((Path(path) / "config.json").read_text()))
+    family = FAMILIES["qwen3_5"]
+    model = family.build_model(json.loads((Path(path) / "config.json").read_text()))
     weights, head_weights = read_raw(path)
     model.load_weights(list(model.sanitize(weights).items()))
-    make_rewindable(model)
-    head = MTPHead(head_args(model))
+    family.make_rewindable(model)
+    head = family.head(model, family.spec)
     # The head's only one-dimensional tensors are its norms.
     norms = [key for key, value in head_weights.items() if value.ndim == 1]
     assert len(norms) == 7
     head_weights |= {key: head_weights[key] + 1 for key in norms}
     head.load_weights(list(head_weights.items()))
-    return model.eval(), Target(model), head.eval()
+    return model.eval(), family.target(model), head.eval()
 
 
 def change_weight(

@@ -14,7 +14,7 @@ from converting import HEAD_NORMS, config_of, edit_config, read, rewrite, same
 
 from mlx_mtp.checkpoint import MTP_FILE, read_marker
 from mlx_mtp.convert import convert
-from mlx_mtp.models import qwen3_5
+from mlx_mtp.models.qwen3_5 import Qwen35
 
 NORM = re.compile(
     r"(\.|^)(input_layernorm|post_attention_layernorm|[qk]_norm|pre_fc_norm_\w+"
@@ -104,7 +104,7 @@ def test_prefixes_make_no_difference(sources, plain, tmp_path, prefix):
 
 
 def test_all_prefixes_are_tried():
-    assert set(qwen3_5.SPEC.prefixes) == set(PREFIXES)
+    assert set(Qwen35.spec.prefixes) == set(PREFIXES)
 
 
 def test_flat_form(sources, plain, tmp_path):
@@ -146,6 +146,10 @@ def test_marker(plain):
         "family": "qwen3_5",
         "num_modules": 1,
         "hidden": "post_norm",
+        "chain": "post_norm",
+        "mask_first": False,
+        "embedding": "shared",
+        "output": "shared",
         "quantization": None,
     }
     assert read_marker(config) == config["mtp"]

@@ -14,7 +14,7 @@ from converting import config_of
 
 from mlx_mtp.checkpoint import read_marker
 from mlx_mtp.convert import main
-from mlx_mtp.models.qwen3_5 import SPEC
+from mlx_mtp.models.qwen3_5 import Qwen35
 from mlx_mtp.safetensors_check import check_file
 from mlx_mtp.staging import progress, staged
 
@@ -148,7 +148,7 @@ def test_progress_on_a_terminal(tmp_path, monkeypatch):
     [
         ({"format": 2}, "format 2"),
         ({"family": "glm4_moe"}, "mtp.family is 'glm4_moe'"),
-        ({"hidden": "pre_norm"}, "mtp.hidden is 'pre_norm'"),
+        ({"hidden": "no_norm"}, "mtp.hidden is 'no_norm'"),
         ({"num_modules": 3}, "mtp.num_modules is 3"),
         ({"quantization": {"bits": 4}}, "mtp.quantization is"),
         ({"quantization": 4}, "mtp.quantization is"),
@@ -156,8 +156,8 @@ def test_progress_on_a_terminal(tmp_path, monkeypatch):
     ids=str,
 )
 def test_marker_that_does_not_fit(change, words):
-    marker = {"format": 1, "family": SPEC.family, "num_modules": 1}
-    marker |= {"hidden": SPEC.hidden, "quantization": None} | change
+    marker = {"format": 1, "family": Qwen35.spec.family, "num_modules": 1}
+    marker |= {"hidden": Qwen35.spec.hidden, "quantization": None} | change
     with pytest.raises(ValueError, match=re.escape(words)):
         read_marker({"model_type": "qwen3_5", "mtp": marker})
     with pytest.raises(ValueError, match="'mtp' is 3"):

@@ -26,9 +26,10 @@ from drafting import assert_drafts_equal_oracle
 
 import mlx_mtp
 from mlx_mtp import convert
-from mlx_mtp.models import qwen3_5
+from mlx_mtp.models import head as head_module
 from mlx_mtp.models.gated_delta_net import RewindableGatedDeltaNet
-from mlx_mtp.models.qwen3_5 import MTPHead
+from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.qwen3_5 import Qwen35
 from mlx_mtp.speculative.cache import RewindableKVCache
 from mlx_mtp.speculative.draft import Drafter
 from mlx_mtp.speculative.round import Engine
@@ -194,16 +195,16 @@ def last_norm_left_out(monkeypatch):
     def wrong(self, embedding, hidden, cache=None):
         e, h = self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)
         x = self.fc(mx.concatenate([e, h], axis=-1))
-        mask = qwen3_5.create_attention_mask(x, cache)
+        mask = head_module.create_attention_mask(x, cache)
         return self.layers[0](x, mask, cache)
 
     monkeypatch.setattr(MTPHead, "__call__", wrong)
 
 
 def missing_norm_shift(monkeypatch):
-    names = qwen3_5.SPEC.zero_centred_norms[:-1]
-    spec = dataclasses.replace(qwen3_5.SPEC, zero_centred_norms=names)
-    monkeypatch.setattr(qwen3_5, "SPEC", spec)
+    names = Qwen35.spec.zero_centred_norms[:-1]
+    spec = dataclasses.replace(Qwen35.spec, zero_centred_norms=names)
+    monkeypatch.setattr(Qwen35, "spec", spec)
 
 
 def check_drafts(path):

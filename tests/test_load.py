@@ -16,8 +16,8 @@ from mlx_lm.utils import load_model
 
 import mlx_mtp
 from mlx_mtp.checkpoint import MTP_FILE
+from mlx_mtp.models import FAMILIES
 from mlx_mtp.models.gated_delta_net import RewindableGatedDeltaNet
-from mlx_mtp.models.qwen3_5 import make_rewindable
 
 QUESTION = [ord("Q")]
 PROMPT = [ord(c) for c in "load me"]
@@ -101,7 +101,7 @@ class TestMemory:
     def test_swapped_layers_share_their_weights(self, random_dir):
         model, _ = load_model(random_dir)
         before = {name: id(value) for name, value in tree_flatten(model.parameters())}
-        make_rewindable(model)
+        FAMILIES[model.model_type].make_rewindable(model)
         after = {name: id(value) for name, value in tree_flatten(model.parameters())}
         assert after == before
         layers = model.language_model.layers

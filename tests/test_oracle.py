@@ -138,7 +138,7 @@ class TestPlantedFaults:
     def test_hidden_before_the_final_norm(self, base):
         # Without the norm's weight. The rest of the norm, a factor per row, makes no
         # difference: the head's own norm removes it.
-        hidden = base.hidden / np.array(base.target.text.model.norm.weight)
+        hidden = base.hidden / np.array(base.target.model.model.norm.weight)
         got = base.run(hidden=hidden).teacher_forced()
         assert relative_error(got, base.want_head) > WRONG
 

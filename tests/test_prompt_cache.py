@@ -184,7 +184,7 @@ def test_interrupted_prefill(model, path, done):
 
 def count_positions(model, monkeypatch):
     """Positions that the target runs, from now on."""
-    from mlx_mtp.models.qwen3_5 import Target
+    from mlx_mtp.models.target import Target
 
     counted, right = [], Target.hidden
 

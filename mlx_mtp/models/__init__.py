@@ -1,21 +1,23 @@
-"""The model families. A new family is one file here and one line in ``FAMILIES``.
+"""The model families. A new family is one file here and one line in ``_ALL``."""
 
-Each family module offers ``SPEC`` (data), ``MTPHead``, ``Target``, ``build_model``,
-``head_args`` and ``make_rewindable``; ``qwen3_5`` is the pattern to follow.
-"""
+from typing import Any
 
-from types import ModuleType
+from .family import Family
+from .qwen3_5 import Qwen35
 
-from . import qwen3_5
-
-FAMILIES: dict[str, ModuleType] = {
-    "qwen3_5": qwen3_5,
-    "qwen3_5_text": qwen3_5,
+_ALL: tuple[Family, ...] = (Qwen35(),)
+FAMILIES: dict[str, Family] = {
+    model_type: family for family in _ALL for model_type in family.spec.model_types
 }
 
 
-def family_of(config: dict) -> ModuleType:
-    """The family module for a checkpoint's config.
+def supported_families() -> list[str]:
+    """The ``model_type``s that mlx_mtp converts and runs, in alphabetical order."""
+    return sorted(FAMILIES)
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family of a checkpoint's config.
 
     Raises:
         ValueError: for a ``model_type`` that is not supported.
@@ -24,6 +26,6 @@ def family_of(config: dict) -> ModuleType:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported; "
-            f"supported are: {', '.join(sorted(FAMILIES))}"
+            f"supported are: {', '.join(supported_families())}"
         )
     return FAMILIES[model_type]

@@ -58,17 +58,27 @@ class RewindableKVCache(_BaseCache):
         self._lengths: mx.array | None = None
 
     def make_mask(
-        self, num_new: int, return_array: bool = False, **_: Any
+        self,
+        num_new: int,
+        return_array: bool = False,
+        window_size: int | None = None,
     ) -> mx.array | str | None:
         """Boolean [B, 1, T, limit + T]: a row sees its own past and itself.
 
-        Where all rows stand at ``limit``, what mlx-lm's own caches return.
+        Of a layer with a window, the newest ``window_size`` positions of it. Where all
+        rows stand at ``limit`` and nothing leaves the window, what mlx-lm's own caches
+        return.
         """
-        if self.exact and not return_array:
+        end = self.limit + num_new
+        slides = window_size is not None and end > window_size
+        if self.exact and not return_array and not slides:
             return None if num_new == 1 else "causal"
-        last = self.offset[:, None] + mx.arange(num_new)  # [B, T]
-        visible = mx.arange(self.limit + num_new)
-        return (visible <= last[..., None])[:, None]
+        last = (self.offset[:, None] + mx.arange(num_new))[..., None]  # [B, T, 1]
+        positions = mx.arange(end)
+        visible = positions <= last
+        if slides:
+            visible &= positions > last - window_size
+        return visible[:, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write a block behind ``offset``; return what the mask covers."""

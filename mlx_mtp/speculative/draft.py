@@ -39,6 +39,10 @@ class Drafter:
         self.head, self.target = head, target
         self.cache = head.make_cache(batch_size) if cache is None else cache
 
+    def embed(self, tokens: mx.array) -> mx.array:
+        """[B, T] -> [B, T, H], of the head's own embedding if it has one."""
+        return self.head.embed(self.target, tokens)
+
     def prime(
         self, next_tokens: mx.array, hidden: mx.array, lengths: mx.array | None
     ) -> None:
@@ -50,7 +54,7 @@ class Drafter:
         """
         if lengths is not None:
             self.cache.prepare(lengths)
-        self.head(self.target.embed(next_tokens), hidden, self.cache)
+        self.head(self.embed(next_tokens), hidden, self.cache)
         if lengths is not None:
             self.cache.finalize()
 
@@ -67,14 +71,14 @@ class Drafter:
         Shapes:
             next_tokens: [B, T]; hidden: [B, T, H]; kept: [B], how many of the T stand
         """
-        states = self.head(self.target.embed(next_tokens), hidden, self.cache)
+        states = self.head(self.embed(next_tokens), hidden, self.cache)
         self.cache.keep(kept)
         offset, limit = self.cache.offset, self.cache.limit
         state, drafts, probs = pick(states, kept - 1), [], []
         for step in range(num_draft_tokens):
             if step:
-                state = self.head(self.target.embed(drafts[-1]), state, self.cache)
-            token, token_probs = choose(self.target.logits(state), step)
+                state = self.head(self.embed(drafts[-1]), state, self.cache)
+            token, token_probs = choose(self.head.logits(self.target, state), step)
             drafts.append(token)
             probs.append(token_probs)
         self.cache.rewind(offset, limit)

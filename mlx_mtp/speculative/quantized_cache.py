@@ -60,9 +60,12 @@ NEVER = KVQuantization(8, 64, sys.maxsize)
 
 
 def kv_quantization(
-    bits: int | None, group_size: int, start: int, head_dim: int
+    bits: int | None, group_size: int, start: int, head_dim: int | None
 ) -> KVQuantization:
     """The arguments checked; ``bits`` None for no quantisation.
+
+    Args:
+        head_dim: width of what is cached; None for a cache without a quantised form.
 
     Raises:
         ValueError: for a value out of range.
@@ -80,6 +83,11 @@ def kv_quantization(
         raise ValueError(f"kv_bits must be 2, 3, 4, 5, 6 or 8, not {bits}")
     if group_size not in GROUP_SIZES:
         raise ValueError(f"kv_group_size must be 32, 64 or 128, not {group_size}")
+    if head_dim is None:
+        raise ValueError(
+            f"kv_bits {bits} is not possible for this model, whose attention reads a "
+            "latent cache (MLA); leave it out"
+        )
     if head_dim % group_size:
         raise ValueError(
             f"kv_group_size {group_size} does not divide the model's head size of "

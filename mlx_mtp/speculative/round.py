@@ -85,7 +85,7 @@ class Engine:
 
     Args:
         target: ``embed``, ``hidden``, ``logits``, ``make_cache`` and ``vocab_size``
-            (see ``models.qwen3_5.Target``).
+            (see ``models.target.Target``).
         head: an MTP head, or None to decode plainly.
         batch_size: rows.
         rule: how drafts are chosen and judged.

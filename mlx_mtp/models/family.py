@@ -1,0 +1,108 @@
+"""A model family: its data and the few functions in which families differ.
+
+A family is a subclass in a file of its own. What it must have is ``spec``, ``base`` and
+``head_layer``; the rest is for families that need more. Knows no files.
+"""
+
+from types import ModuleType
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from .head import MTPHead
+from .spec import MTPSpec
+from .target import Target
+
+Weights = dict[str, mx.array]
+
+
+class Family:
+    """What the loader and the converter ask of a family.
+
+    Attributes:
+        spec: the head's data.
+        base: mlx-lm's module of the target.
+        swaps: mlx-lm's layer classes and ours that take their place; they share the
+            weights (``from_base``).
+        vision_prefixes: tensors that the text model does not have.
+        unused: parts of names of tensors that mlx-lm's model does not have.
+    """
+
+    spec: ClassVar[MTPSpec]
+    base: ClassVar[ModuleType]
+    swaps: ClassVar[dict[type, type]] = {}
+    vision_prefixes: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ()
+
+    def head_layer(self, args: Any) -> nn.Module:
+        """mlx-lm's layer for the head."""
+        raise NotImplementedError
+
+    def build_model(self, config: dict[str, Any]) -> nn.Module:
+        """mlx-lm's model for a config, with random weights."""
+        return self.base.Model(self.base.ModelArgs.from_dict(config))
+
+    def text_model(self, model: nn.Module) -> nn.Module:
+        """The part with ``model``, ``args`` and the output layer."""
+        return model
+
+    def target(self, model: nn.Module) -> Target:
+        """The model in the parts the engine uses."""
+        head = getattr(model, "mtp", None)
+        spec = self.spec if head is None else head.spec
+        return Target(self.text_model(model), spec.hidden)
+
+    def head(self, model: nn.Module, spec: MTPSpec) -> MTPHead:
+        """A head for a model, with random weights, its layers ready to be rewound."""
+        args = self.text_model(model).args
+        head = MTPHead(
+            self.head_layer(args),
+            spec,
+            args.hidden_size,
+            args.rms_norm_eps,
+            vocab_size=args.vocab_size,
+            **self.head_options(args),
+        )
+        self.make_rewindable(head)
+        return head
+
+    def head_options(self, args: Any) -> dict[str, Any]:
+        """Keyword arguments of :class:`MTPHead` that the args decide."""
+        return {}
+
+    def make_rewindable(self, module: nn.Module) -> None:
+        """Swap layers in place, weights shared."""
+        swaps = [
+            (name, self.swaps[type(child)].from_base(child))
+            for name, child in module.named_modules()
+            if type(child) in self.swaps
+        ]
+        module.update_modules(tree_unflatten(swaps))
+
+    def target_weights(self, weights: Weights) -> Weights:
+        """A source's tensors of the target in a form that mlx-lm's ``sanitize`` takes.
+
+        It must not depend on which of them are given.
+        """
+        return weights
+
+    def head_weights(self, weights: Weights, model: nn.Module) -> Weights:
+        """A source's tensors of the head, under their parameter names, in final layout.
+
+        Norms are shifted later. What mlx-lm does to a layer of the target is done to
+        the head's by the same code.
+        """
+        inside, prefix = "layers.0.", "model.layers.0."
+        layer = {
+            prefix + name.removeprefix(inside): value
+            for name, value in weights.items()
+            if name.startswith(inside)
+        }
+        rest = {k: v for k, v in weights.items() if not k.startswith(inside)}
+        if hasattr(model, "sanitize"):
+            layer = model.sanitize(layer)
+        return rest | {
+            inside + name.removeprefix(prefix): value for name, value in layer.items()
+        }
