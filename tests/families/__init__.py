@@ -8,9 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from . import deepseek_v3, glm4_moe, mimo
+from . import (
+    deepseek_v3,
+    deepseek_v32,
+    ernie4_5_moe,
+    exaone_moe,
+    glm4_moe,
+    glm4_moe_lite,
+    mimo,
+)
 from .reference import Drafts, HeadOut, Reference, Target, Toggles, Tokens
 
 __all__ = ["FAMILIES", "Family", "Reference", "Toggles", "family"]
@@ -48,21 +57,35 @@ class Family:
         return self.load(path).drafts(tokens, k, **toggles)
 
 
+def _variant(
+    module: ModuleType, load: type[Reference], name: str = "", **options: Any
+) -> Family:
+    model_type = module.__name__.rpartition(".")[2]
+    write = partial(module.write, **options) if options else module.write
+    return Family(name or model_type, model_type, write, load)
+
+
 FAMILIES = [
-    Family(
-        "deepseek_v3",
-        "deepseek_v3",
-        deepseek_v3.write,
-        deepseek_v3.DeepseekV3Reference,
+    _variant(deepseek_v3, deepseek_v3.DeepseekV3Reference),
+    _variant(deepseek_v32, deepseek_v32.DeepseekV32Reference),
+    _variant(ernie4_5_moe, ernie4_5_moe.Ernie45MoeReference),
+    _variant(
+        ernie4_5_moe,
+        ernie4_5_moe.Ernie45MoeReference,
+        "ernie4_5_moe_no_bias",
+        bias_std=0.0,
     ),
-    Family("glm4_moe", "glm4_moe", glm4_moe.write, glm4_moe.Glm4MoeReference),
-    Family(
-        "glm4_moe_air",
-        "glm4_moe",
-        partial(glm4_moe.write, use_qk_norm=False),
-        glm4_moe.Glm4MoeReference,
+    _variant(exaone_moe, exaone_moe.ExaoneMoeReference),
+    _variant(
+        exaone_moe,
+        exaone_moe.ExaoneMoeReference,
+        "exaone_moe_full_head",
+        head_type="full_attention",
     ),
-    Family("mimo", "mimo", mimo.write, mimo.MiMoReference),
+    _variant(glm4_moe, glm4_moe.Glm4MoeReference),
+    _variant(glm4_moe, glm4_moe.Glm4MoeReference, "glm4_moe_air", use_qk_norm=False),
+    _variant(glm4_moe_lite, glm4_moe_lite.Glm4MoeLiteReference),
+    _variant(mimo, mimo.MiMoReference),
 ]
 
 

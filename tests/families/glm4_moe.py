@@ -47,7 +47,7 @@ def moe(draw: Draw, c: Mapping[str, Any]) -> Weights:
     count, size = c["n_routed_experts"], c["moe_intermediate_size"]
     return {
         "gate.weight": draw.linear(count, HIDDEN, gain=2.0),
-        "gate.e_score_correction_bias": draw.vector(count, std=0.1),
+        "gate.e_score_correction_bias": draw.choice_bias(count),
         **draw.experts(count, size),
         **under("shared_experts.", draw.mlp(c["n_shared_experts"] * size)),
     }

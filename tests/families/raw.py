@@ -41,6 +41,14 @@ class Draw:
     def vector(self, size: int, std: float = 0.3) -> np.ndarray:
         return (self.rng.standard_normal(size) * std).astype(np.float32)
 
+    def choice_bias(self, count: int, std: float = 0.1) -> np.ndarray:
+        """The routers' bias for the choice alone.
+
+        Positive: mlx_lm gives the experts of the groups left out a score of zero where
+        others say minus infinity, and a negative score lies between the two.
+        """
+        return np.float32(0.5) + self.vector(count, std)
+
     def embedding(self) -> np.ndarray:
         return self.linear(VOCAB_SIZE, HIDDEN, gain=HIDDEN**0.5)
 
@@ -104,6 +112,14 @@ class Draw:
             f"{body}embed_tokens.weight": self.embedding(),
             f"{body}norm.weight": self.norm(HIDDEN),
             "lm_head.weight": self.output(),
+        }
+
+    def fc_ends(self) -> Weights:
+        """The head around its layers, in Qwen's names."""
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        return {
+            "fc.weight": self.linear(HIDDEN, 2 * HIDDEN, gain=1.5),
+            **{f"{name}.weight": self.norm(HIDDEN) for name in names},
         }
 
 

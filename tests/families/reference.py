@@ -101,6 +101,7 @@ def stack_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """``experts.{i}.{gate,up,down}_proj.weight`` -> transformers' two 3-D tensors.
 
     ``gate_up_proj`` [E, 2I, H] holds the gate first, ``down_proj`` is [E, H, I].
+    Without such names nothing changes.
     """
     prefix = "mlp.experts."
     split = {k: v for k, v in weights.items() if k.startswith(f"{prefix}0.")}
@@ -303,6 +304,22 @@ class NextNReference(Reference):
             "block": "",
         }
         return {part: self.prefix + name for part, name in parts.items()}
+
+
+class FcReference(Reference):
+    """Qwen's names: ``mtp.fc``, ``mtp.pre_fc_norm_*``, ``mtp.norm``, one layer."""
+
+    def is_head(self, key: str) -> bool:
+        return key.startswith("mtp.")
+
+    def names(self) -> dict[str, str]:
+        return {
+            "enorm": "mtp.pre_fc_norm_embedding.weight",
+            "hnorm": "mtp.pre_fc_norm_hidden.weight",
+            "proj": "mtp.fc.weight",
+            "norm": "mtp.norm.weight",
+            "block": "mtp.layers.0.",
+        }
 
 
 def _batch(tokens: Tokens) -> Tensor:
