@@ -1,0 +1,106 @@
+"""Find a C++ compiler, compile a kernel, keep the result under its content's hash."""
+
+import ctypes
+import functools
+import getpass
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SHIM = Path(__file__).parent / "shim"
+NO_COMPILER = "no C++ compiler: install g++ or clang++"
+_FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # a * b + c rounds twice, unless the text says fma
+    "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
+    "-w",
+)
+# Faults in a thread's own memory: an index past a local array traps, a variable that
+# was never set holds a large number.
+_CHECKS = (
+    "-fsanitize=bounds",
+    "-fsanitize-undefined-trap-on-error",
+    "-ftrivial-auto-var-init=pattern",
+)
+
+
+class BuildError(RuntimeError):
+    """The compiler rejects a kernel's text; the message is the compiler's."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler to use: g++, else clang++, else none."""
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+@functools.cache
+def _known_checks(cxx: str) -> tuple[str, ...]:
+    """Those of ``_CHECKS`` that this compiler knows."""
+
+    def accepts(flag: str) -> bool:
+        command = [cxx, "-Werror", flag, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    return tuple(flag for flag in _CHECKS if accepts(flag))
+
+
+def cache_dir() -> Path:
+    """Outside the source tree; safe to delete."""
+    path = Path(tempfile.gettempdir()) / f"mlx_mtp-metal-{getpass.getuser()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def compile_file(command: list[str], text: str, suffix: str, output: str) -> Path:
+    """Run ``command`` on ``text`` unless its result is in the cache.
+
+    Args:
+        command: Compiler and flags; the input and ``-o`` are added.
+        text: The program.
+        suffix: Of the input, such as ``.cpp``.
+        output: Suffix of the result, such as ``.so``.
+    """
+    digest = hashlib.sha256("\0".join([*command, text]).encode())
+    for header in sorted(SHIM.iterdir()):
+        digest.update(header.read_bytes())
+    path = cache_dir() / (digest.hexdigest()[:24] + output)
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+        program, made = Path(scratch) / f"kernel{suffix}", Path(scratch) / "made"
+        program.write_text(text)
+        run = subprocess.run(
+            [*command, f"-I{SHIM}", str(program), "-o", str(made)],
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode:
+            raise BuildError("\n".join(run.stderr.splitlines()[:12]))
+        os.replace(made, path)  # another worker may have been quicker: the same bytes
+    return path
+
+
+@functools.cache
+def load(cpp: str) -> ctypes.CDLL:
+    """Compile a program of ``rewrite.to_cpp`` and load it.
+
+    Raises:
+        BuildError: If the compiler rejects the text.
+        RuntimeError: If there is no compiler.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError(NO_COMPILER)
+    base = [cxx, *_FLAGS]
+    runtime = compile_file(
+        [*base, "-c"], (SHIM / "runtime.cpp").read_text(), ".cpp", ".o"
+    )
+    command = [*base, *_known_checks(cxx), "-shared", str(runtime)]
+    return ctypes.CDLL(str(compile_file(command, cpp, ".cpp", ".so")))
