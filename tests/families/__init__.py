@@ -19,6 +19,8 @@ from . import (
     glm4_moe,
     glm4_moe_lite,
     mimo,
+    qwen3_5_moe,
+    qwen3_next,
 )
 from .reference import Drafts, HeadOut, Reference, Target, Toggles, Tokens
 
@@ -86,6 +88,14 @@ FAMILIES = [
     _variant(glm4_moe, glm4_moe.Glm4MoeReference, "glm4_moe_air", use_qk_norm=False),
     _variant(glm4_moe_lite, glm4_moe_lite.Glm4MoeLiteReference),
     _variant(mimo, mimo.MiMoReference),
+    _variant(qwen3_5_moe, qwen3_5_moe.Qwen35MoeReference),
+    _variant(
+        qwen3_5_moe,
+        qwen3_5_moe.Qwen35MoeReference,
+        "qwen3_5_moe_single_experts",
+        fused_head=False,
+    ),
+    _variant(qwen3_next, qwen3_next.Qwen3NextReference),
 ]
 
 

@@ -39,6 +39,12 @@ GENERIC = {
     "glm4_moe": {},
     "glm4_moe_air": {},
     "glm4_moe_lite": {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]},
+    "qwen3_5_moe": {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]},
+    "qwen3_5_moe_single_experts": {
+        "num_mtp_layers": 1,
+        "mtp_layer_types": ["full_attention"],
+    },
+    "qwen3_next": {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]},
 }
 # Families whose target mlx_lm computes otherwise, and why.
 STOCK_DIFFERS = {
