@@ -1,0 +1,178 @@
+"""How many tokens to draft next: the K with the most expected tokens per second.
+
+Two things are estimated from rounds that have been read anyway: how often a draft is
+accepted if all before it were (``Acceptance``), and what a round with K drafts costs
+(``costs.py``). Expected tokens per second of K are then
+``(1 + a1 + a1 a2 + ...) / cost(K)``.
+
+It knows no model, no array and no clock: the loop tells it what happened. A round is
+decided on before the round before it has been read, so decisions lag by one round.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from .costs import CostTable, RoundCosts
+
+# Acceptance of a draft position. The evidence is a mean over about MEMORY rounds; a
+# shorter one over about 1 / RECENT rounds replaces it where the two differ by more than
+# SURPRISE standard deviations, so that a collapse shows at once and chance does not.
+PRIOR = 0.7
+PRIOR_WEIGHT = 1.0
+MEMORY = 48.0
+RECENT = 0.2
+SURPRISE = 3.0
+RESET_WEIGHT = 1.0
+FADE = 0.995  # per round, of what is known of positions that are not drafted
+
+# At K = 0 nothing is learned about the drafts. So drafting is tried again after some
+# rounds, after twice as many the next time, and so on.
+FIRST_PAUSE = 16
+LONGEST_PAUSE = 128
+LEAST_GAIN = 1.03  # what is estimated to gain less may well lose
+SUCCESS = 8  # rounds of drafting after which the pauses start anew
+CARRIED_WEIGHT = 6.0  # of what an earlier text says about a new one
+EXPLORE_EVERY = 64  # rounds; then a neighbour of K, so that its cost stays known
+
+
+class Acceptance:
+    """How often the draft at one position is accepted, given that it was judged."""
+
+    def __init__(self) -> None:
+        self.mean = self.recent = PRIOR
+        self.weight = 0.0
+
+    def add(self, accepted: int, trials: int) -> None:
+        """Count one round's ``trials`` rows of a batch."""
+        if trials == 0:
+            return
+        share = accepted / trials
+        if self.weight == 0:
+            self.mean = self.recent = share
+        self.weight = min(self.weight + trials, MEMORY * trials)
+        self.mean += (share - self.mean) * min(trials / self.weight, 1)
+        self.recent += (share - self.recent) * RECENT
+        spread = self.mean * (1 - self.mean) + 0.02  # 0 and 1 are never certain
+        deviation = math.sqrt(spread * RECENT / (2 - RECENT) / trials)
+        if abs(self.recent - self.mean) > SURPRISE * deviation:
+            self.mean, self.weight = self.recent, RESET_WEIGHT * trials
+
+    def estimate(self, prior: float) -> float:
+        known = self.weight + PRIOR_WEIGHT
+        return (self.mean * self.weight + prior * PRIOR_WEIGHT) / known
+
+    def fade(self) -> None:
+        self.weight *= FADE
+
+
+class FixedLength:
+    """The caller's K, round after round."""
+
+    def __init__(self, num_draft_tokens: int):
+        self.num_draft_tokens = num_draft_tokens
+
+    def choose(self, rows: int, length: int, most: int) -> int:
+        return self.num_draft_tokens
+
+    def observe(self, accepted: Sequence[int], seconds: float | None) -> None:
+        pass
+
+
+class Controller:
+    """Chooses K round by round. One for a text; costs and acceptance outlive it.
+
+    Args:
+        costs: of this model on this machine, updated in place.
+        before: the controller of an earlier text, whose acceptance is a first guess.
+    """
+
+    def __init__(self, costs: CostTable, before: "Controller | None" = None):
+        self.costs = costs
+        self.acceptance = [Acceptance() for _ in range(costs.max_drafts)]
+        self._decided: deque[tuple[int, RoundCosts]] = deque()
+        # Rounds without a draft in a row, rounds to wait for, rounds since drafting was
+        # tried again, and whether the outcome of that try is still to come.
+        self._idle, self._pause, self._tried, self._trial = 0, FIRST_PAUSE, 0, False
+        self._rounds = 0
+        if before is not None:
+            for new, old in zip(self.acceptance, before.acceptance, strict=True):
+                new.mean = new.recent = old.mean
+                new.weight = min(old.weight, CARRIED_WEIGHT)
+            self._idle = self._pause  # a new text is worth a trial
+
+    def choose(self, rows: int, length: int, most: int) -> int:
+        """K of the next round.
+
+        Args:
+            rows: of the batch.
+            length: positions in the caches.
+            most: drafts that can still be of use.
+        """
+        costs = self.costs.at(rows, length)
+        k = self._pick(costs)
+        k = max(0, min(k, most))
+        self._decided.append((k, costs))
+        return k
+
+    def observe(self, accepted: Sequence[int], seconds: float | None) -> None:
+        """What came of the oldest round not yet observed.
+
+        Args:
+            accepted: drafts that stood, per row.
+            seconds: the round took; None where that is not known.
+        """
+        k, costs = self._decided.popleft()
+        if seconds is not None:
+            costs.add(k, seconds)
+        for position, rate in enumerate(self.acceptance):
+            if position < k:
+                judged = sum(n >= position for n in accepted)
+                rate.add(sum(n > position for n in accepted), judged)
+            elif k:
+                rate.fade()
+        self._idle = 0 if k else self._idle + 1
+        if k:
+            self._trial = False
+            self._tried += 1
+            if self._tried == SUCCESS:
+                self._pause = FIRST_PAUSE
+
+    def expected(self, k: int) -> float:
+        """Tokens that a row gets from a round with ``k`` drafts."""
+        total = chance = 1.0
+        estimate = PRIOR
+        for rate in self.acceptance[:k]:
+            estimate = rate.estimate(estimate)
+            chance *= estimate
+            total += chance
+        return total
+
+    def _best(self, costs: RoundCosts) -> int:
+        candidates = range(costs.furthest + 1)
+        gain = [self.expected(k) / costs.ratio(k) for k in candidates]
+        best = max(candidates, key=gain.__getitem__)
+        return best if gain[best] > LEAST_GAIN else 0
+
+    def _pick(self, costs: RoundCosts) -> int:
+        self._rounds += 1
+        if not costs.ready:
+            return 0
+        if self._trial:
+            return 0  # its outcome is not known yet
+        best = self._best(costs)
+        if best == 0:
+            return self._try_again()
+        if self._rounds % EXPLORE_EVERY == 0:
+            step = 1 if self._rounds // EXPLORE_EVERY % 2 else -1
+            return min(max(best + step, 0), self.costs.max_drafts)
+        return best
+
+    def _try_again(self) -> int:
+        """One draft now and then where none pays, with a new mind about the first."""
+        if self._idle < self._pause:
+            return 0
+        self._trial, self._idle, self._tried = True, 0, 0
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.acceptance = [Acceptance() for _ in self.acceptance]
+        return 1
