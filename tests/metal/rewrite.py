@@ -7,7 +7,6 @@ cannot express does not compile, it is not silently run as something else.
 """
 
 import re
-from collections.abc import Callable
 from itertools import count
 
 from .source import Parameter, Source
@@ -23,6 +22,9 @@ _SHARED = re.compile(
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _ATTRIBUTE = re.compile(r"\[\[\s*\w+(\(\"?\w+\"?\))?\s*\]\]")
 _ADDRESS = re.compile(r"(?<=[=(,;{?:+])(\s*)&(\w+)(?=\[)|(?<=return)(\s+)&(\w+)(?=\[)")
+_VECTOR = re.compile(
+    r"\b((?:float|half|bfloat|u?char|u?short|u?int|u?long)[234]|vec<[^<>]*>)\("
+)
 _AUTO = re.compile(r"\bauto\s+(\w+)\s*=\s*([^;]+);")
 
 
@@ -140,11 +142,5 @@ def to_lint(source: Source) -> str:
     """C++ that is only checked, behind ``shim/lint.hpp``: address spaces stay."""
     text = _ATTRIBUTE.sub("", _without_comments(source.text))
     text = _SHARED.sub(lambda m: "static " + m.group(), text)
+    text = _VECTOR.sub(r"msl::make<\1>(", text)
     return f'#include "lint.hpp"\n#line 1 "{source.name}.metal"\n{text}\n'
-
-
-def damaged(source: Source, change: Callable[[str], str]) -> Source:
-    """The kernel with a fault planted in its text."""
-    from .source import parse
-
-    return parse(change(source.text))

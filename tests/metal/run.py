@@ -43,6 +43,7 @@ class _Buffer(ctypes.Structure):  # msl::Buffer
         ("name", ctypes.c_char_p),
         ("begin", ctypes.c_void_p),
         ("end", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
         ("touched", ctypes.c_void_p),
         ("read", ctypes.c_uint64),
         ("written", ctypes.c_uint64),
@@ -234,8 +235,8 @@ def run_source(
         for entry, name, (content, offset) in zip(table, names, contents):
             data[name].bytes[...] = content
             entry.name = name.encode()
-            # A negative stride puts the first element behind the lowest address.
-            entry.begin = data[name].address + offset
+            entry.begin = data[name].address
+            entry.first = data[name].address + offset
             entry.end = data[name].address + len(content)
             entry.touched = touched[name].address if touched else None
         if library.msl_run(ctypes.byref(launch)):

@@ -55,69 +55,93 @@ public:
 template <class T> T value(const T& x) { return x; }
 template <class T> T value(const ref<T>& x) { return x; }
 
-template <class T, class Space> class ptr {
-  T* at;
+// One access: T& to use at once, or in the counting build what counts.
+template <class T> decltype(auto) access(T* at, Buffer* buffer) {
+  check(buffer, at, sizeof(T), alignof(T));
+#ifdef MSL_COUNT
+  if constexpr (std::is_const_v<T>) {
+    count(buffer, at, sizeof(T), false);
+    return std::remove_const_t<T>(*at);
+  } else {
+    return ref<T>(at, buffer);
+  }
+#else
+  return static_cast<T&>(*at);
+#endif
+}
+
+// ptr<T> derives from ptr<const T>: it converts to it, also where a template deduces T.
+template <class T, class Space> class ptr;
+
+template <class T, class Space> class ptr<const T, Space> {
+protected:
+  const T* at;
   Buffer* buffer;
-  template <class, class> friend class ptr;
-  using Value = std::remove_const_t<T>;
 
 public:
+  using pointer = ptr;
   ptr() = default;
   ptr(std::nullptr_t) : at(nullptr), buffer(nullptr) {}
-  ptr(T* at, Buffer* buffer) : at(at), buffer(buffer) {}
-  explicit ptr(Buffer& all) : at(reinterpret_cast<T*>(all.begin)), buffer(&all) {}
-  operator ptr<const T, Space>() const { return {at, buffer}; }
+  ptr(const T* at, Buffer* buffer) : at(at), buffer(buffer) {}
+  explicit ptr(Buffer& b) : at(reinterpret_cast<T*>(b.first)), buffer(&b) {}
   template <class U> // a cast in the text, such as to float4 for a wide load
-  explicit ptr(const ptr<U, Space>& other) : at((T*)other.at), buffer(other.buffer) {}
-  ptr(const ptr&) = default;
-  ptr& operator=(const ptr&) = default;
-
-  T* checked() const {
+  explicit ptr(const ptr<U, Space>& p) : at((const T*)p.raw()), buffer(p.owner()) {}
+  const T* raw() const { return at; }
+  Buffer* owner() const { return buffer; }
+  decltype(auto) operator*() const { return access(at, buffer); }
+  template <class I> decltype(auto) operator[](I i) const { return access(at + i, buffer); }
+  const T* operator->() const {
     check(buffer, at, sizeof(T), alignof(T));
+    count(buffer, at, sizeof(T), false);
     return at;
   }
-  T* counted(bool write) const {
-    checked();
-    count(buffer, at, sizeof(T), write);
-    return at;
-  }
-#ifdef MSL_COUNT
-  decltype(auto) operator*() const {
-    if constexpr (std::is_const_v<T>)
-      return Value(*counted(false));
-    else
-      return ref<T>(checked(), buffer);
-  }
-  T* operator->() const { return counted(false); }
-#else
-  T& operator*() const { return *checked(); }
-  T* operator->() const { return checked(); }
-#endif
-  template <class I> decltype(auto) operator[](I i) const { return *(*this + i); }
-
-  template <class I, class = std::enable_if_t<std::is_integral_v<I>>>
-  friend ptr operator+(ptr p, I n) { return {p.at + n, p.buffer}; }
-  template <class I, class = std::enable_if_t<std::is_integral_v<I>>>
-  friend ptr operator+(I n, ptr p) { return {p.at + n, p.buffer}; }
-  template <class I, class = std::enable_if_t<std::is_integral_v<I>>>
-  friend ptr operator-(ptr p, I n) { return {p.at - n, p.buffer}; }
-  friend ptrdiff_t operator-(ptr a, ptr b) { return a.at - b.at; }
-  template <class I> ptr& operator+=(I n) { return *this = *this + n; }
-  template <class I> ptr& operator-=(I n) { return *this = *this - n; }
-  ptr& operator++() { return *this += 1; }
-  ptr& operator--() { return *this -= 1; }
-  ptr operator++(int) { return (*this += 1) - 1; }
-  ptr operator--(int) { return (*this -= 1) + 1; }
-  friend bool operator==(ptr a, ptr b) { return a.at == b.at; }
-  friend bool operator!=(ptr a, ptr b) { return a.at != b.at; }
-  friend bool operator<(ptr a, ptr b) { return a.at < b.at; }
-  friend bool operator>(ptr a, ptr b) { return a.at > b.at; }
-  friend bool operator<=(ptr a, ptr b) { return a.at <= b.at; }
-  friend bool operator>=(ptr a, ptr b) { return a.at >= b.at; }
   explicit operator bool() const { return at; }
 };
 
-// A threadgroup array: a handle on memory that all threads of the threadgroup share.
+template <class T, class Space> class ptr : public ptr<const T, Space> {
+  using Const = ptr<const T, Space>;
+
+public:
+  using pointer = ptr;
+  using Const::Const;
+  ptr() = default;
+  ptr(T* at, Buffer* buffer) : Const(at, buffer) {}
+  T* raw() const { return const_cast<T*>(this->at); }
+  decltype(auto) operator*() const { return access(raw(), this->buffer); }
+  template <class I> decltype(auto) operator[](I i) const {
+    return access(raw() + i, this->buffer);
+  }
+  T* operator->() const { return const_cast<T*>(Const::operator->()); }
+};
+
+template <class I> using if_integral = std::enable_if_t<std::is_integral_v<I>>;
+template <class P, class I, class Q = typename P::pointer, class = if_integral<I>>
+Q operator+(const P& p, I n) { return Q(p.raw() + n, p.owner()); }
+template <class P, class I, class Q = typename P::pointer, class = if_integral<I>>
+Q operator+(I n, const P& p) { return Q(p.raw() + n, p.owner()); }
+template <class P, class I, class Q = typename P::pointer, class = if_integral<I>>
+Q operator-(const P& p, I n) { return Q(p.raw() - n, p.owner()); }
+template <class P, class I, class = typename P::pointer>
+P& operator+=(P& p, I n) { return p = p + n; }
+template <class P, class I, class = typename P::pointer>
+P& operator-=(P& p, I n) { return p = p - n; }
+template <class P, class = typename P::pointer> P& operator++(P& p) { return p += 1; }
+template <class P, class = typename P::pointer> P& operator--(P& p) { return p -= 1; }
+template <class P, class = typename P::pointer> P operator++(P& p, int) {
+  return (p += 1) - 1;
+}
+template <class P, class = typename P::pointer> P operator--(P& p, int) {
+  return (p -= 1) + 1;
+}
+#define MSL_OPERATOR(op)                                                            \
+  template <class P, class Q, class = typename P::pointer, class = typename Q::pointer> \
+  auto operator op(const P& p, const Q& q) { return p.raw() op q.raw(); }
+MSL_OPERATOR(-) MSL_OPERATOR(==) MSL_OPERATOR(!=)
+MSL_OPERATOR(<) MSL_OPERATOR(>) MSL_OPERATOR(<=) MSL_OPERATOR(>=)
+#undef MSL_OPERATOR
+
+// Threadgroup arrays: handles on memory that all threads of the threadgroup share. The
+// row of one turns into a pointer, as an array does.
 template <class T, size_t N, size_t... Rest> class shared {
   T* at;
   Buffer* buffer;
@@ -125,18 +149,19 @@ template <class T, size_t N, size_t... Rest> class shared {
 
 public:
   shared(T* at, Buffer* buffer) : at(at), buffer(buffer) {}
-  template <class I> decltype(auto) operator[](I i) const {
+  template <class I> shared<T, Rest...> operator[](I i) const {
     T* row = at + i * kStride;
     if (i < I(0) || size_t(i) >= N) bad_access(buffer, row, sizeof(T) * kStride);
-    if constexpr (sizeof...(Rest) == 0)
-      return static_cast<T&>(*row);
-    else
-      return shared<T, Rest...>(row, buffer);
+    return {row, buffer};
   }
-  operator ptr<T, threadgroup_space>() const { return {at, buffer}; }
-  operator ptr<const T, threadgroup_space>() const { return {at, buffer}; }
-  template <class I> ptr<T, threadgroup_space> operator+(I n) const {
-    return {at + n * kStride, buffer};
+};
+
+template <class T, size_t N> class shared<T, N> : public ptr<T, threadgroup_space> {
+public:
+  using ptr<T, threadgroup_space>::ptr;
+  template <class I> T& operator[](I i) const {
+    if (i < I(0) || size_t(i) >= N) bad_access(this->buffer, this->raw() + i, sizeof(T));
+    return this->raw()[i];
   }
 };
 
@@ -144,8 +169,8 @@ public:
 // threads. N... are the array's dimensions, none for a single variable.
 template <int id, class T, size_t... N> decltype(auto) threadgroup_memory(const char* name) {
   static char* memory = reserve_shared(sizeof(T) * (size_t(1) * ... * N), alignof(T));
-  static Buffer buffer{name, memory, memory + sizeof(T) * (size_t(1) * ... * N), nullptr,
-                       0, 0};
+  static char* end = memory + sizeof(T) * (size_t(1) * ... * N);
+  static Buffer buffer{name, memory, end, memory, nullptr, 0, 0};
   if constexpr (sizeof...(N) == 0)
     return *reinterpret_cast<T*>(memory);
   else

@@ -17,6 +17,7 @@ struct Buffer {
   const char* name;
   char* begin;
   char* end;
+  char* first; // element; not the lowest address where a stride is negative
   uint8_t* touched; // per byte: 1 read, 2 written; only in the counting build
   uint64_t read;    // bytes
   uint64_t written;

@@ -111,8 +111,8 @@ using atomic_float = atomic<float>;
 namespace msl {
 template <class T> T& target(metal::atomic<T>* p) { return p->value; }
 template <class T, class S> T& target(const ptr<metal::atomic<T>, S>& p) {
-  p.counted(false);
-  return p.counted(true)->value;
+  count(p.owner(), p.raw(), sizeof *p.raw(), true);
+  return const_cast<metal::atomic<T>*>(p.operator->())->value; // counts the read
 }
 } // namespace msl
 

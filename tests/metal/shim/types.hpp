@@ -1,5 +1,9 @@
 // Metal's scalar and vector types on a CPU. half and bfloat round after every operation.
 #pragma once
+#ifdef __clang__ // the suffix of 0.5h
+#pragma clang diagnostic ignored "-Wreserved-user-defined-literal"
+#pragma clang diagnostic ignored "-Wuser-defined-literals"
+#endif
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -80,7 +84,6 @@ using bfloat = msl::Small<msl::BfloatFormat>;
 using float16_t = half;
 using bfloat16_t = bfloat;
 inline half operator""h(long double value) { return half(float(value)); }
-inline bfloat operator""bf(long double value) { return bfloat(float(value)); }
 
 namespace msl {
 template <class T, int N> struct Fields;
