@@ -85,7 +85,7 @@ def load(
     model.mtp = None
     if mtp and marker is not None:
         spec = marked_spec(family.spec, marker).toggled(mtp_config or {})
-        model.mtp = load_head(head_file, family.head(model, spec))
+        model.mtp = load_head(head_file, family.head(model, config, spec))
     # Before the weights are read, which can take minutes.
     tokenizer = _load_tokenizer(path, tokenizer_config)
     if not lazy:

@@ -9,18 +9,19 @@ have no place for the head's history, so drafting starts afresh behind them.
 import copy
 import json
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from .models import family_of
 from .safetensors_check import check_file
 from .speculative.cache import RecurrentCache, RewindableKVCache
+from .speculative.cache_list import RewindableCacheList
 from .speculative.quantized_cache import QuantizedRewindableKVCache
 from .speculative.round import History
 
@@ -42,7 +43,7 @@ class PromptCache(list):
 
     def __init__(self, target: Iterable[Any]):
         super().__init__(target)
-        self.head: RewindableKVCache | None = None
+        self.head: RewindableKVCache | RewindableCacheList | None = None
         self.carry: mx.array | None = None
         self.tokens: list[int] = []
         self._borrower: weakref.ref[Generator] | None = None
@@ -108,7 +109,7 @@ def adopt(cache: list[Any]) -> PromptCache:
         adopted = cache
     else:
         adopted = PromptCache(map(_adopt_one, cache))
-    sizes = {c.offset.item() for c in adopted if isinstance(c, RewindableKVCache)}
+    sizes = {c.offset.item() for c in adopted if hasattr(c, "offset")}
     if len(sizes) > 1:
         raise ValueError(f"the prompt cache's layers disagree on its length: {sizes}")
     size = max(sizes, default=len(adopted.tokens))
@@ -120,8 +121,10 @@ def adopt(cache: list[Any]) -> PromptCache:
 
 
 def _adopt_one(cache: Any) -> Any:
-    if isinstance(cache, RecurrentCache | RewindableKVCache):
+    if isinstance(cache, RecurrentCache | RewindableKVCache | RewindableCacheList):
         return cache
+    if type(cache) is CacheList:
+        return RewindableCacheList(*map(_adopt_one, cache.caches))
     if type(cache) is ArraysCache:
         new = RecurrentCache(len(cache.cache))
         new.cache = list(cache.cache)
@@ -140,13 +143,16 @@ def _adopt_one(cache: Any) -> Any:
     )
 
 
-def give_back(cache: list[Any], adopted: PromptCache) -> None:
+def give_back(cache: Sequence[Any], adopted: Sequence[Any]) -> None:
     """Put the contents of an adopted cache back into mlx-lm's list."""
     for i, (theirs, ours) in enumerate(zip(cache, adopted, strict=True)):
         if theirs is ours:
             continue
         if isinstance(ours, RecurrentCache):
             theirs.cache = list(ours.cache)
+            continue
+        if isinstance(ours, RewindableCacheList):
+            give_back(theirs.caches, ours.caches)
             continue
         if isinstance(ours, QuantizedRewindableKVCache):  # it may have become one here
             theirs = cache[i] = QuantizedKVCache(ours.group_size, ours.bits)
@@ -176,15 +182,9 @@ def save_prompt_cache(
     entries = [*enumerate(cache), *([("head", cache.head)] if cache.head else [])]
     for name, entry in entries:
         entry.commit()
-        if isinstance(entry, RewindableKVCache):
-            size = entry.offset.item()
-            both = {"keys": entry.keys, "values": entry.values}
-            both = tree_map(lambda x, size=size: x[..., :size, :], both)
-            arrays |= tree_flatten(both, prefix=f".{name}", destination={})
-            if isinstance(entry, QuantizedRewindableKVCache):
-                forms[name] = [entry.group_size, entry.bits]
-        else:
-            arrays |= {f"{name}.{i}": array for i, array in enumerate(entry.cache)}
+        arrays |= _arrays_of(str(name), entry)
+        if isinstance(entry, QuantizedRewindableKVCache):
+            forms[name] = [entry.group_size, entry.bits]
         kinds.append(type(entry).__name__)
     if cache.carry is not None:
         arrays["carry"] = cache.carry
@@ -194,6 +194,19 @@ def save_prompt_cache(
         "metadata": json.dumps(metadata or {}),
     }
     mx.save_safetensors(str(file_name), arrays, {"format": FORMAT, **described})
+
+
+def _arrays_of(name: str, entry: Any) -> dict[str, mx.array]:
+    """What a file holds of a layer's cache."""
+    if isinstance(entry, RewindableCacheList):
+        parts = (_arrays_of(f"{name}.{i}", c) for i, c in enumerate(entry.caches))
+        return {key: array for part in parts for key, array in part.items()}
+    if isinstance(entry, RewindableKVCache):
+        size = entry.offset.item()
+        both = {"keys": entry.keys, "values": entry.values}
+        both = tree_map(lambda x: x[..., :size, :], both)
+        return tree_flatten(both, prefix=f".{name}", destination={})
+    return {f"{name}.{i}": array for i, array in enumerate(entry.cache)}
 
 
 def load_prompt_cache(
@@ -218,8 +231,12 @@ def load_prompt_cache(
         _load_one(arrays, str(i), kind, forms.get(str(i)))
         for i, kind in enumerate(kinds)
     )
-    if "head.keys" in arrays:
-        cache.head = _load_one(arrays, "head", RewindableKVCache.__name__)
+    for key, kind in (
+        ("head.keys", RewindableKVCache),
+        ("head.0.keys", RewindableCacheList),
+    ):
+        if key in arrays:
+            cache.head = _load_one(arrays, "head", kind.__name__)
     cache.carry = arrays.get("carry")
     cache.tokens = arrays["tokens"].tolist()
     if return_metadata:
@@ -241,6 +258,14 @@ def _load_one(
         new.limit = arrays[f"{name}.keys.0" if form else f"{name}.keys"].shape[2]
         new.offset = new.block_start = mx.array([new.limit], mx.int32)
         return new
+    if kind == RewindableCacheList.__name__:
+        count = sum(
+            key.endswith(".keys") for key in arrays if key.startswith(f"{name}.")
+        )
+        single = RewindableKVCache.__name__
+        return RewindableCacheList(
+            *(_load_one(arrays, f"{name}.{i}", single) for i in range(count))
+        )
     states = sorted(key for key in arrays if key.startswith(f"{name}."))
     new = RecurrentCache(len(states))
     new.cache = [arrays[key] for key in states]

@@ -21,7 +21,7 @@ from .models.head import MTPHead
 from .models.spec import MTPSpec
 from .source import Source
 
-EXPERT = re.compile(r"\.experts\.\d+\.")
+EXPERTS = re.compile(r"\.experts\.")
 
 
 def load_target(
@@ -72,7 +72,7 @@ def load_head(
         ValueError: for missing or unknown tensors, or a wrong shape.
     """
     family, owner = source.family, f"the MTP head of {source.path}"
-    head = family.head(model, spec)
+    head = family.head(model, source.config, spec)
     raw = source.load(keys.values())
     weights = {name: raw[key] for name, key in keys.items()}
     with _complete(owner):
@@ -127,7 +127,7 @@ def _name_keys(model: nn.Module, raw: dict[str, mx.array]) -> dict[str, set[str]
     """
     groups = defaultdict(dict)
     for key, value in raw.items():
-        groups[EXPERT.split(key)[0]][key] = value
+        groups[EXPERTS.split(key)[0]][key] = value
     names = {}
     for group in groups.values():
         for name in model.sanitize(dict(group)):

@@ -143,8 +143,8 @@ BROKEN: dict[str, tuple[Break, tuple[str, ...]]] = {
         ("config.json",),
     ),
     "model_type unknown": (
-        config(lambda c: c.update(model_type="qwen3_next")),
-        ("'qwen3_next' is not supported", "qwen3_5"),
+        config(lambda c: c.update(model_type="llama")),
+        ("'llama' is not supported", "qwen3_5"),
     ),
     "sizes of another model": (
         text_config(vocab_size=10),

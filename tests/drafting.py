@@ -14,45 +14,30 @@ from mlx_mtp.speculative.round import Engine
 TOLERANCE = 1e-4
 
 
-class RecordingTarget:
-    """A target that remembers what its output layer has made."""
+class RecordingEngine(Engine):
+    """An engine that remembers the head's logits it has chosen drafts from."""
 
-    def __init__(self, target):
-        self._target, self.made = target, []
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.made: list[mx.array] = []
 
-    def __getattr__(self, name):
-        return getattr(self._target, name)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        self.made.append(self._target.logits(hidden))
-        return self.made[-1]
-
-    def output(self, x: mx.array) -> mx.array:
-        self.made.append(self._target.output(x))
-        return self.made[-1]
+    def choose(self, start, logits, index):
+        self.made.append(logits)
+        return super().choose(start, logits, index)
 
 
 def draft_logits(
     model, prompt: Sequence[int], k: int, rounds: int, step_size: int
 ) -> list[tuple[list[int], np.ndarray]]:
     """Of every round: the tokens known before it, and its draft logits [K, V]."""
-    target = RecordingTarget(FAMILIES[model.model_type].target(model))
-    loop = loop_of(
-        Engine(target, model.mtp),
-        [prompt],
-        k,
-        100,
-        prefill_step_size=step_size,
-        depth=0,
-    )
+    engine = RecordingEngine(FAMILIES[model.model_type].target(model), model.mtp)
+    loop = loop_of(engine, [prompt], k, 100, prefill_step_size=step_size, depth=0)
     tokens, results = list(prompt), []
     for count, result in zip(range(rounds + 1), loop):
         tokens += result.tokens[0]
-        # Logits so far: the prefill's, then K drafts and a verification per round;
-        # the round behind this one is built already.
-        start = 1 + count * (k + 1)
-        drafts = [np.array(x[0, 0]) for x in target.made[start : start + k]]
-        results.append((list(tokens), np.stack(drafts)))
+        # The round behind this one is built already.
+        made = engine.made[count * k : (count + 1) * k]
+        results.append((list(tokens), np.stack([np.array(x[0, 0]) for x in made])))
     return results
 
 

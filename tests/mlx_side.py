@@ -36,11 +36,12 @@ def read_raw(path: str | Path) -> tuple[dict[str, mx.array], dict[str, mx.array]
 
 def load_raw(path: str | Path) -> tuple[Model, Target, MTPHead]:
     family = FAMILIES["qwen3_5"]
-    model = family.build_model(json.loads((Path(path) / "config.json").read_text()))
+    config = json.loads((Path(path) / "config.json").read_text())
+    model = family.build_model(config)
     weights, head_weights = read_raw(path)
     model.load_weights(list(model.sanitize(weights).items()))
     family.make_rewindable(model)
-    head = family.head(model, family.spec)
+    head = family.head(model, config, family.spec)
     # The head's only one-dimensional tensors are its norms.
     norms = [key for key, value in head_weights.items() if value.ndim == 1]
     assert len(norms) == 7

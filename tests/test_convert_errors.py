@@ -76,7 +76,7 @@ def test_unreadable_config(refuse, raw, text):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        ({"model_type": "qwen3_next"}, ("'qwen3_next' is not supported", "qwen3_5")),
+        ({"model_type": "llama"}, ("'llama' is not supported", "qwen3_5")),
         ({"model_type": None}, ("None is not supported",)),
         ({"text_config": 3}, ("config.json does not hold",)),
         ({"text_config": {"hidden_size": "x"}}, ("config.json", "does not describe")),

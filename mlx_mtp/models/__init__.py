@@ -2,10 +2,30 @@
 
 from typing import Any
 
+from .deepseek_v3 import DeepseekV3
+from .deepseek_v32 import DeepseekV32
+from .ernie4_5_moe import Ernie45Moe
+from .exaone_moe import ExaoneMoe
 from .family import Family
+from .glm4_moe import Glm4Moe
+from .glm4_moe_lite import Glm4MoeLite
+from .mimo import MiMo
 from .qwen3_5 import Qwen35
+from .qwen3_5_moe import Qwen35Moe
+from .qwen3_next import Qwen3Next
 
-_ALL: tuple[Family, ...] = (Qwen35(),)
+_ALL: tuple[Family, ...] = (
+    Qwen35(),
+    Qwen35Moe(),
+    Qwen3Next(),
+    DeepseekV3(),
+    DeepseekV32(),
+    Glm4Moe(),
+    Glm4MoeLite(),
+    MiMo(),
+    Ernie45Moe(),
+    ExaoneMoe(),
+)
 FAMILIES: dict[str, Family] = {
     model_type: family for family in _ALL for model_type in family.spec.model_types
 }

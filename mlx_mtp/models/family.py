@@ -15,6 +15,7 @@ from .head import MTPHead
 from .spec import MTPSpec
 from .target import Target
 
+Config = dict[str, Any]
 Weights = dict[str, mx.array]
 
 
@@ -36,11 +37,16 @@ class Family:
     vision_prefixes: ClassVar[tuple[str, ...]] = ()
     unused: ClassVar[tuple[str, ...]] = ()
 
-    def head_layer(self, args: Any) -> nn.Module:
-        """mlx-lm's layer for the head."""
+    def head_layer(self, args: Any, config: Config) -> nn.Module:
+        """mlx-lm's layer for the head.
+
+        Args:
+            args: mlx-lm's, of the text model.
+            config: the text model's in ``config.json``, which has more.
+        """
         raise NotImplementedError
 
-    def build_model(self, config: dict[str, Any]) -> nn.Module:
+    def build_model(self, config: Config) -> nn.Module:
         """mlx-lm's model for a config, with random weights."""
         return self.base.Model(self.base.ModelArgs.from_dict(config))
 
@@ -54,22 +60,23 @@ class Family:
         spec = self.spec if head is None else head.spec
         return Target(self.text_model(model), spec.hidden)
 
-    def head(self, model: nn.Module, spec: MTPSpec) -> MTPHead:
+    def head(self, model: nn.Module, config: Config, spec: MTPSpec) -> MTPHead:
         """A head for a model, with random weights, its layers ready to be rewound."""
         args = self.text_model(model).args
+        config = config.get("text_config", config)
         head = MTPHead(
-            self.head_layer(args),
+            self.head_layer(args, config),
             spec,
             args.hidden_size,
             args.rms_norm_eps,
             vocab_size=args.vocab_size,
-            **self.head_options(args),
+            **self.head_options(args, config),
         )
         self.make_rewindable(head)
         return head
 
-    def head_options(self, args: Any) -> dict[str, Any]:
-        """Keyword arguments of :class:`MTPHead` that the args decide."""
+    def head_options(self, args: Any, config: Config) -> dict[str, Any]:
+        """Keyword arguments of :class:`MTPHead` that the config decides."""
         return {}
 
     def make_rewindable(self, module: nn.Module) -> None:

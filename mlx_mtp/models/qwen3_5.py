@@ -6,7 +6,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
-from .family import Family, Weights
+from .family import Config, Family, Weights
 from .gated_delta_net import swap_gated_delta
 from .spec import MTPSpec
 
@@ -38,7 +38,7 @@ class Qwen35(Family):
     base: ModuleType = qwen3_5
     vision_prefixes = ("model.visual.", "visual.", "vision_tower.")
 
-    def head_layer(self, args: Any) -> nn.Module:
+    def head_layer(self, args: Any, config: Config) -> nn.Module:
         # The last layer of an interval is the one with full attention.
         return qwen3_5.DecoderLayer(args, args.full_attention_interval - 1)
 
