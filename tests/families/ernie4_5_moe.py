@@ -1,8 +1,9 @@
 """ERNIE-4.5-MoE: a dense head that ends in the target's final norm; tied embeddings.
 
 Sources: transformers ``models/ernie4_5_moe`` (target and the dense layer of the block);
-head: PaddleFormers and FastDeploy, which chain the state before the norm and put the
-target's norm before the output layer. vLLM and SGLang have no norm there.
+head: PaddleFormers (the training code), which chains the state before the norm and puts
+the target's norm before the output layer. FastDeploy ``ernie4_5_mtp.py`` has that norm
+too and hands on its output; vLLM and SGLang have no norm there.
 """
 
 from collections.abc import Mapping

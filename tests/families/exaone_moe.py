@@ -1,10 +1,13 @@
 """K-EXAONE: sliding layers with rotary positions, full ones without; a dense head.
 
 Sources: transformers ``models/exaone_moe`` (target and the layer of the block); head:
-vLLM ``exaone_moe_mtp.py``: Qwen's names, norms with plain weights, rotary positions
-whatever the layer type, and the type from ``mtp_layer_types`` (sliding by default).
+vLLM ``exaone_moe_mtp.py``: Qwen's names, norms with plain weights, and the layer's type
+from ``mtp_layer_types``, sliding where the config has none. A full layer of the head
+has no rotary positions, as in the target: so vLLM, SGLang ``exaone_moe.py`` and
+Megatron-Bridge ``exaone_moe_provider.py``; some versions of vLLM rotate in it too.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +22,10 @@ from .reference import FcReference, causal_mask
 
 def config(*, head_type: str | None) -> dict[str, Any]:
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    extra = {} if head_type is None else {"mtp_layer_types": [head_type]}
+    extra = {}
+    if head_type is not None:
+        window = 8 if head_type == "sliding_attention" else 0
+        extra = {"mtp_layer_types": [head_type], "mtp_sliding_windows": [window]}
     return (
         common_config("ExaoneMoEForCausalLM", "exaone_moe")
         | extra
@@ -83,12 +89,17 @@ def write(path: str | Path, seed: int = 0, *, head_type: str | None = None) -> P
 
 
 class ExaoneMoeReference(FcReference):
+    @property
+    def head_type(self) -> str:
+        read = json.loads((self.path / "config.json").read_text())
+        return read.get("mtp_layer_types", ["sliding_attention"])[0]
+
     def make_block(self) -> nn.Module:
-        # Layer 0 is dense and sliding: the one kind that has rotary positions.
-        return ExaoneMoeDecoderLayer(self.config, 0)
+        dense = copy.deepcopy(self.config)
+        dense.mlp_layer_types = ["dense"] * dense.num_hidden_layers
+        index = dense.layer_types.index(self.head_type)
+        return ExaoneMoeDecoderLayer(dense, index)
 
     def mask(self, length: int) -> Tensor:
-        read = json.loads((self.path / "config.json").read_text())
-        kind = read.get("mtp_layer_types", ["sliding_attention"])[0]
-        window = read["sliding_window"] if kind == "sliding_attention" else None
-        return causal_mask(length, window)
+        sliding = self.head_type == "sliding_attention"
+        return causal_mask(length, self.config.sliding_window if sliding else None)

@@ -1,8 +1,8 @@
 """GLM-4.7-Flash: latent attention, and a head with an embedding and output of its own.
 
 Sources: transformers ``models/glm4_moe_lite``; head: vLLM ``glm4_moe_lite_mtp.py``.
-transformers and vLLM put the target's embedding and output layer in the place of the
-head's; the released tensors are the head's own, so the two differ here.
+transformers puts the target's embedding and output layer in the place of the head's,
+which is right only where the two are equal; here they differ.
 """
 
 from pathlib import Path

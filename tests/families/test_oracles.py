@@ -4,6 +4,7 @@ A directory that mlx_lm and transformers read alike has the right config and nam
 head tensor that changes nothing would let a fault of the converter pass.
 """
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from mlx_lm.utils import _get_classes
 from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
+from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.utils import logging
 
 from families import FAMILIES, family
@@ -34,6 +35,11 @@ GENERIC = {
     "exaone_moe": {
         "num_mtp_layers": 1,
         "mtp_layer_types": ["sliding_attention"],
+        "mtp_mlp_layer_types": ["dense"],
+    },
+    "exaone_moe_full_head": {
+        "num_mtp_layers": 1,
+        "mtp_layer_types": ["full_attention"],
         "mtp_mlp_layer_types": ["dense"],
     },
     "glm4_moe": {},
@@ -199,3 +205,31 @@ def run_generic(generic, hidden, tokens):
         position_ids=positions,
         cache=cache,
     )
+
+
+@pytest.mark.parametrize("name", ["mimo", "ernie4_5_moe"])
+def test_generic_layer(name, references, tokens):
+    """transformers' MTP layer for the families whose loading it does not know."""
+    reference = references(name)
+    own_norm = "norm" in reference.weights
+    config = copy.deepcopy(reference.config)
+    config.mtp_hidden_states_first = reference.hidden_first
+    block = reference.block
+    norm_class = type(block.input_layernorm)
+    layer = MtpLayer(config, type(block), norm_class, 0, own_norm).eval()
+    parts = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "post_norm"}
+    state = {f"{parts[k]}.weight": v for k, v in reference.weights.items()}
+    state |= {f"mtp_block.{k}": v for k, v in block.state_dict().items()}
+    layer.load_state_dict(state)
+
+    hidden = reference.target(tokens).pre_norm[:, :-1]
+    chain = "post_norm" if own_norm else "pre_norm"
+    want = reference.head(hidden, tokens[:, 1:], chain=chain, mask_first=False).chain
+    positions = torch.arange(1, LENGTH)[None]
+    decoder = reference.decoder
+    with torch.no_grad():
+        embedding = decoder.embed_tokens(tokens[:, 1:])
+        rotary = decoder.rotary_emb(embedding, positions)
+        mask = causal_mask(LENGTH - 1)
+        got = layer(embedding, hidden, rotary, mask, positions, None)
+    assert difference(got, want) < RIGHT
