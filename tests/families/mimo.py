@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from .loading import quiet_from_pretrained
 from .raw import HIDDEN, Draw, Weights, common_config, under, write_raw
-from .reference import Reference, Toggles, quiet_from_pretrained
+from .reference import Reference, Toggles
 
 PREFIX = "model.mtp_layers.0."
 
