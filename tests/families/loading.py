@@ -1,4 +1,4 @@
-"""Raw files into torch: the target through transformers, the head's tensors as stored."""
+"""Raw files into torch: the target through transformers, the head as it is stored."""
 
 from collections.abc import Callable
 from pathlib import Path
