@@ -1,7 +1,7 @@
 """K-EXAONE: sliding and full layers, a dense head with Qwen's names and plain norms.
 
-Source: vLLM ``exaone_moe_mtp.py``. The head has rotary positions whatever its type;
-the target has them in sliding layers only.
+Source: vLLM ``exaone_moe_mtp.py`` and ``exaone_moe.py``. In the head as in the target
+only sliding layers have rotary positions, or all layers of a target without such.
 """
 
 from dataclasses import replace
@@ -22,10 +22,16 @@ class ExaoneMoe(Family):
     base = exaone_moe
 
     def head_layer(self, args: Any, config: Config) -> nn.Module:
-        # mlx-lm gives rotary positions to sliding layers; the window is the mask's.
-        kinds = {"layer_types": [SLIDING], "is_moe_layer": [False]}
-        return exaone_moe.DecoderLayer(replace(args, **kinds), 0)
+        # The target's types too: mlx-lm rotates in full layers if there are no others.
+        kinds = [head_type(config), *args.layer_types]
+        head_args = replace(args, layer_types=kinds, is_moe_layer=[False] * len(kinds))
+        return exaone_moe.DecoderLayer(head_args, 0)
 
     def head_options(self, args: Any, config: Config) -> dict[str, Any]:
-        (kind, *_) = config.get("mtp_layer_types") or [SLIDING]
-        return {"window": args.sliding_window if kind == SLIDING else None}
+        sliding = head_type(config) == SLIDING
+        return {"window": args.sliding_window if sliding else None}
+
+
+def head_type(config: Config) -> str:
+    (kind, *_) = config.get("mtp_layer_types") or [SLIDING]
+    return kind
