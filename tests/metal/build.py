@@ -23,10 +23,12 @@ _FLAGS = (
     "-U_FORTIFY_SOURCE",
     "-w",
 )
-# Faults in a thread's own memory: an index past a local array traps, a variable that
-# was never set holds a large number.
+# Faults in a thread's own code: an index past a local array and a division by zero
+# trap, a variable never set holds a large number, an endless loop does not end.
 _CHECKS = (
     "-fsanitize=bounds",
+    "-fsanitize=integer-divide-by-zero",
+    "-fno-finite-loops",
     "-fsanitize-undefined-trap-on-error",
     "-ftrivial-auto-var-init=pattern",
 )

@@ -15,16 +15,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.skip(reason=NO_COMPILER))
-
-
-@pytest.fixture
-def stock(monkeypatch):
-    """Make one of mlx-lm's kernels, which it does only where there is Metal."""
-    import mlx.core as mx
-
-    def make(factory, *args, **kwargs):
-        with monkeypatch.context() as patch:
-            patch.setattr(mx.metal, "is_available", lambda: True)
-            return factory(*args, **kwargs)
-
-    return make

@@ -1,4 +1,4 @@
-"""A generated Metal text -> C++ for the shim, or for the lint.
+"""A generated Metal text -> C++ for the shim, for the lint, or CUDA.
 
 Only words that C++ does not know are replaced: attributes, address spaces and
 threadgroup declarations. Lines keep their numbers, so that compiler and runtime speak
@@ -78,6 +78,11 @@ def _pointer(match: re.Match) -> str:
     return f"msl::ptr<{const}{match['type']}, msl::{match['space']}_space>"
 
 
+def _plain_pointer(match: re.Match) -> str:
+    const = "const " if match["a"] or match["b"] or match["c"] else ""
+    return f"{const}{match['type']}{match['mark']}"
+
+
 def _addresses(text: str) -> str:
     """``&p[i]`` -> ``(p + (i))``, the same thing, which keeps the address space."""
     done = ""
@@ -144,3 +149,31 @@ def to_lint(source: Source) -> str:
     text = _SHARED.sub(lambda m: "static " + m.group(), text)
     text = _VECTOR.sub(r"msl::make<\1>(", text)
     return f'#include "lint.hpp"\n#line 1 "{source.name}.metal"\n{text}\n'
+
+
+def to_cuda(source: Source) -> str:
+    """CUDA behind ``shim/shim.cuh``; exports ``msl_run_cuda``."""
+    text = _without_comments(source.body).replace("[[kernel]] void", "__device__ void")
+    text = _SHARED.sub(
+        lambda m: m.group().replace("threadgroup", "__shared__", 1), text
+    )
+    text = _ATTRIBUTE.sub("", _SPACED.sub(_plain_pointer, text))
+    arguments = []
+    for parameter in source.parameters:
+        if not parameter.is_buffer:
+            arguments.append(f"msl::{parameter.attribute}()")
+            continue
+        star = "*" if parameter.mark == "&" else ""
+        const = "const " if parameter.const else ""
+        index = source.buffers.index(parameter)
+        arguments.append(f"{star}static_cast<{const}{parameter.type}*>(a.at[{index}])")
+    return (
+        f'#include "shim.cuh"\n#line 1 "{source.name}.metal"\n{text}\n#line 1 "call"\n'
+        + f"__global__ void entry(msl::Arguments a) {{ {source.call}("
+        + ", ".join(arguments)
+        + ");}\n"
+        + 'extern "C" int msl_run_cuda(void** data, const size_t* sizes, int count, '
+        + "const unsigned* grid, const unsigned* block, char* message, int length) {\n"
+        + "  return msl::run_on_gpu(entry, data, sizes, count, grid, block, message, "
+        + "length);\n}\n"
+    )

@@ -15,47 +15,19 @@ from . import (
     run_source,
     unwritten,
 )
+from .cases import row_sum
 
-# The sum of each row of 256, by 8 SIMD groups, through threadgroup memory.
-ROW_SUM = """
-    threadgroup float part[8];
-    uint row = threadgroup_position_in_grid.x;
-    uint i = thread_index_in_threadgroup;
-    const device float* start = a + row * 256;
-    float value = start[i];
-    float sum = simd_sum(value);
-    if (thread_index_in_simdgroup == 0) {
-        part[simdgroup_index_in_threadgroup] = sum;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (i == 0) {
-        float total = 0;
-        for (int j = 0; j < 8; ++j) {
-            total += part[j] * scale[0];
-        }
-        o[row] = total;
-    }
-"""
 SUM = "simd_sum(value)"
 TOTAL = "float total = 0;"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-ROWS = 4
-A = mx.random.normal((ROWS, 256), key=mx.random.key(1))
-CALL = {
-    "inputs": [A, mx.ones((2,))],  # scale: so small that MLX makes it `constant`
-    "grid": (ROWS * 256, 1, 1),
-    "threadgroup": (256, 1, 1),
-    "output_shapes": [(ROWS,)],
-    "output_dtypes": [mx.float32],
-}
+CALL = row_sum()
+KERNEL = CALL.pop("kernel")
+A = CALL["inputs"][0]
 
 
 @pytest.fixture(scope="module")
 def text():
-    kernel = mx.fast.metal_kernel(
-        name="row_sum", input_names=["a", "scale"], output_names=["o"], source=ROW_SUM
-    )
-    return generated_source(kernel, **CALL).text
+    return generated_source(KERNEL, **CALL).text
 
 
 def plant(text, old, new):

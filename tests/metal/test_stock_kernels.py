@@ -5,53 +5,13 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from . import ORDERS, run_kernel, unwritten
+from .cases import gated_delta_call, random_inputs, stock
 
 TOLERANCE = {mx.float32: 1e-6, mx.bfloat16: 1e-2, mx.float16: 1e-3}
 
 
-def random_inputs(shape, dtype, seed=0):
-    B, T, Hk, Hv, Dk, Dv = shape
-    keys = iter(mx.random.split(mx.random.key(seed), 6))
-
-    def normal(*dims):
-        return mx.random.normal(dims, key=next(keys))
-
-    q, k = normal(B, T, Hk, Dk), normal(B, T, Hk, Dk)
-    q, k = gated_delta.normalize_qk(q, k, inv_scale=Dk**-0.5, eps=1e-6)
-    v = normal(B, T, Hv, Dv)
-    g = mx.sigmoid(normal(B, T, Hv) + 2)
-    beta = mx.sigmoid(normal(B, T, Hv))
-    state = normal(B, Hv, Dv, Dk) * 0.1
-    return [
-        q.astype(dtype),
-        k.astype(dtype),
-        v.astype(dtype),
-        g,
-        beta.astype(dtype),
-        state,
-    ]
-
-
-def call(kernel, inputs, shape, grid, threadgroup, **kwargs):
-    _, T, Hk, Hv, Dk, Dv = shape
-    q, _, v, _, _, state, *mask = inputs
-    return run_kernel(
-        kernel,
-        inputs=[*inputs[:6], T, *mask],
-        template=[
-            ("InT", q.dtype),
-            ("StT", state.dtype),
-            ("Dk", Dk),
-            ("Dv", Dv),
-            ("Hk", Hk),
-            ("Hv", Hv),
-        ],
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=[v.shape, state.shape],
-        output_dtypes=[q.dtype, state.dtype],
-        **kwargs,
-    )
+def call(*args, **kwargs):
+    return run_kernel(**gated_delta_call(*args), **kwargs)
 
 
 def close(a, b, tolerance):
@@ -61,7 +21,7 @@ def close(a, b, tolerance):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-def test_gated_delta_step(stock, dtype, order):
+def test_gated_delta_step(dtype, order):
     shape = B, _T, _Hk, Hv, _Dk, Dv = (
         2,
         5,
@@ -79,7 +39,7 @@ def test_gated_delta_step(stock, dtype, order):
     assert close(state, expected_state, 1e-6)
 
 
-def test_masked(stock):
+def test_masked():
     shape = B, _T, _Hk, Hv, _Dk, Dv = 2, 3, 1, 3, 32, 8
     inputs = random_inputs(shape, mx.float32)
     mask = mx.array([[True, True, False], [False, True, True]])
@@ -91,7 +51,7 @@ def test_masked(stock):
     assert close(state, expected_state, 1e-6)
 
 
-def test_packed_equals_explicit_tree(stock):
+def test_packed_equals_explicit_tree():
     """Bit for bit, as mlx-lm promises of the two."""
     shape = B, _T, _Hk, Hv, _Dk, Dv = 1, 4, 2, 2, 128, 16
     inputs = random_inputs(shape, mx.bfloat16)
@@ -107,7 +67,7 @@ def test_packed_equals_explicit_tree(stock):
     assert close(tree[1], gated_delta.gated_delta_ops(*inputs)[1], 1e-6)
 
 
-def test_counts_state_traffic(stock):
+def test_counts_state_traffic():
     shape = B, T, _Hk, Hv, _Dk, Dv = 1, 3, 1, 2, 32, 8
     inputs = random_inputs(shape, mx.float32)
     traffic = {}
