@@ -209,6 +209,38 @@ def test_edge_threadgroups_are_smaller():
     assert result.tolist() == [32 * 70] * 64 + [6 * 70] * 6
 
 
+def test_orders_differ():
+    """Every thread notes its turn: 2 threadgroups of 2 SIMD groups."""
+    made = kernel(
+        """
+        uint i = thread_position_in_grid.x;
+        int turn = atomic_fetch_add_explicit(&o[128], 1, memory_order_relaxed);
+        atomic_store_explicit(&o[i], turn, memory_order_relaxed);
+        """,
+        atomic_outputs=True,
+    )
+
+    def turns(order, seed=0):
+        return run_kernel(
+            made,
+            inputs=[0],
+            grid=(128, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(129,)],
+            output_dtypes=[mx.int32],
+            init_value=0,
+            order=order,
+            seed=seed,
+        )[0].tolist()[:128]
+
+    assert turns("ascending") == list(range(128))
+    assert turns("descending") == list(range(127, -1, -1))
+    shuffled = turns("shuffled", 1)
+    assert sorted(shuffled) == list(range(128))
+    assert shuffled == turns("shuffled", 1)
+    assert shuffled not in (turns("ascending"), turns("shuffled", 2))
+
+
 def test_counters_of_a_kernel_that_reads_what_it_writes():
     made = kernel(
         """

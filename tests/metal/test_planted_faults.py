@@ -12,6 +12,7 @@ from . import (
     generated_source,
     lint,
     parse,
+    run_kernel,
     run_source,
     unwritten,
 )
@@ -53,6 +54,35 @@ def test_good_kernel(text, order):
 def test_missing_barrier(text):
     source = plant(text, BARRIER, "")
     assert not all(right(run(source, order=order)) for order in ORDERS)
+
+
+def test_missing_barrier_that_one_order_hides():
+    """Each thread takes its lower neighbour's value, which may not be there yet."""
+    made = mx.fast.metal_kernel(
+        name="neighbour",
+        input_names=["a"],
+        output_names=["o"],
+        source="""
+            threadgroup float t[64];
+            uint i = thread_position_in_grid.x;
+            t[i] = a[i];
+            o[i] = i > 0 ? t[i - 1] : 0;
+        """,
+    )
+    found = []
+    for order in ORDERS:
+        output = run_kernel(
+            made,
+            inputs=[A],
+            grid=(64, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(64,)],
+            output_dtypes=[mx.float32],
+            order=order,
+        )[0]
+        found.append(int(mx.isnan(output).sum().item()))
+    assert found[:2] == [0, 63]
+    assert 0 < found[2] < 63
 
 
 @pytest.mark.parametrize(
