@@ -21,7 +21,7 @@ from .cli import one_line
 from .hub import LOAD_PATTERNS, resolve
 from .models import family_of
 from .safetensors_check import check_file
-from .source import read_config
+from .source import num_target_layers, read_config
 from .stop import end_token_ids
 
 MAX_REASON = 200
@@ -65,7 +65,7 @@ def load(
     config = read_config(path)
     family = family_of(config)
     marker = read_marker(config)
-    check_files(path)
+    check_files(path, config)
     head_file = path / MTP_FILE
     if mtp_config and (marker is None or not mtp):
         raise ValueError(f"mtp_config {mtp_config} needs a checkpoint with an MTP head")
@@ -117,15 +117,21 @@ def _load_tokenizer(path: Path, tokenizer_config: dict | None) -> TokenizerWrapp
     return tokenizer
 
 
-def check_files(path: Path) -> None:
-    """Refuse weight files that are missing, damaged or in Hugging Face's raw layout."""
+def check_files(path: Path, config: dict[str, Any]) -> None:
+    """Refuse weight files that are missing, damaged or in Hugging Face's raw layout.
+
+    That shows in a convolution, or in a head that is still among the target's tensors.
+    """
+    spec, num_layers = family_of(config).spec, num_target_layers(config)
     files = sorted(path.glob("model*.safetensors"))
     if not files:
         raise ValueError(f"{path} holds no model*.safetensors")
     for file in (*files, *path.glob(MTP_FILE)):
         header = check_file(file)
         for name, info in header.tensors.items():
-            if name.endswith("conv1d.weight") and info.shape[-1:] != (1,):
+            raw = name.endswith("conv1d.weight") and info.shape[-1:] != (1,)
+            head = file.name != MTP_FILE and spec.locate(name, num_layers)
+            if raw or head:
                 raise ValueError(
                     f"{path} is in Hugging Face's raw layout; convert it first: "
                     f"python convert.py --hf-path {path} --mlx-path NEW_DIRECTORY"

@@ -52,12 +52,6 @@ class Source:
         """The config of the text model, which the flat form has at top level."""
         return self.config.get("text_config", self.config)
 
-    @property
-    def num_layers(self) -> int | None:
-        """Of the target; later layers are the head's."""
-        number = self.text_config.get("num_hidden_layers")
-        return number if type(number) is int else None
-
     def info(self, key: str) -> TensorInfo:
         return self.headers[self.files[key]].tensors[key]
 
@@ -133,6 +127,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def num_target_layers(config: dict[str, Any]) -> int | None:
+    """The target's; later layers are the head's. None where the config does not say."""
+    number = config.get("text_config", config).get("num_hidden_layers")
+    return number if type(number) is int else None
+
+
 def open_source(path: Path) -> Source:
     """Read the config and the header of every ``*.safetensors`` file.
 
@@ -170,8 +170,9 @@ def sort_tensors(source: Source) -> Parts:
             for tensors of a type that is not floating point.
     """
     family, parts, unknown = source.family, Parts(), []
+    num_layers = num_target_layers(source.config)
     for key in source.files:
-        if place := family.spec.locate(key, source.num_layers):
+        if place := family.spec.locate(key, num_layers):
             other = parts.head.setdefault(place, key)
             if other != key:
                 raise ValueError(f"{key} and {other} are the same tensor of the head")

@@ -1,6 +1,7 @@
 """The rewindable caches against plain Python lists."""
 
 import copy
+import itertools
 
 import mlx.core as mx
 import numpy as np
@@ -240,3 +241,27 @@ def test_snapshots_are_values(random_dir):
     ]
     for a, b in zip(frozen, again):
         assert all(np.array_equal(x, y) for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 100])
+@pytest.mark.parametrize("num_new", [1, 4])
+def test_window_of_ragged_rows(window, num_new):
+    """A row sees itself and its newest ``window - 1`` positions before."""
+    cache = RewindableKVCache(3)
+    rows = mx.zeros((3, 1, 6, 2))
+    cache.update_and_fetch(rows, rows)
+    kept = [2, 6, 5]
+    cache.keep(mx.array(kept))
+    mask = cache.make_mask(num_new, window_size=window)
+    assert mask.shape == (3, 1, num_new, 6 + num_new)
+    for b, t in itertools.product(range(3), range(num_new)):
+        at = kept[b] + t
+        want = [at - window < p <= at for p in range(6 + num_new)]
+        assert mask[b, 0, t].tolist() == want
+
+
+def test_window_that_nothing_has_left():
+    cache = RewindableKVCache()
+    assert cache.make_mask(1, window_size=4) is None
+    assert cache.make_mask(4, window_size=4) == "causal"
+    assert cache.make_mask(5, window_size=4).shape == (1, 1, 5, 5)

@@ -29,6 +29,28 @@ _ALL: tuple[Family, ...] = (
 FAMILIES: dict[str, Family] = {
     model_type: family for family in _ALL for model_type in family.spec.model_types
 }
+_NO_MODEL = "mlx-lm has no such model"
+# Families with a draft head that is known, and what stands in the way.
+UNSUPPORTED: dict[str, str] = {
+    "deepseek_v4": f"its head works on several residual streams, and {_NO_MODEL}",
+    "deepseek_v41": "it drafts with a DSpark head, which is no MTP head",
+    "qwen4_exp": f"its head works on several residual streams, and {_NO_MODEL}",
+    "qwen4_exp_text": f"its head works on several residual streams, and {_NO_MODEL}",
+    "glm_moe_dsa": "its head may re-use the positions that its first draft has picked",
+    "gemma4_assistant": "it is a drafter without keys and values of its own",
+    "gemma4_unified_assistant": "it is a drafter without keys and values of its own",
+    "mimo_v2_flash": "its head has several modules",
+    "step3p5": "its head has several modules",
+    "step3p7": f"its head has several modules, and {_NO_MODEL}",
+    "longcat_flash": "its head's layer is none that mlx-lm has",
+    "longcat_flash_ngram": "its head's layer is none that mlx-lm has",
+    "nemotron_h": "its Mamba layers cannot be rewound",
+    "bailing_hybrid": "its linear attention layers cannot be rewound",
+    "bailing_moe_v3": "its linear attention layers cannot be rewound",
+    "kimi_k3": "its linear attention layers cannot be rewound",
+    "hy_v3": _NO_MODEL,
+    "hy_v4": _NO_MODEL,
+}
 
 
 def supported_families() -> list[str]:
@@ -43,6 +65,10 @@ def family_of(config: dict[str, Any]) -> Family:
         ValueError: for a ``model_type`` that is not supported.
     """
     model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in UNSUPPORTED:
+        raise ValueError(
+            f"model_type {model_type!r} is not supported yet: {UNSUPPORTED[model_type]}"
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported; "

@@ -1,0 +1,179 @@
+"""Faults planted in families: the check named beside each must fail."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+import test_families as checks
+from families import family
+
+import mlx_mtp
+from mlx_mtp.models import experts, head, latent_attention
+from mlx_mtp.models.deepseek_v3 import DeepseekV3
+from mlx_mtp.models.exaone_moe import ExaoneMoe
+from mlx_mtp.speculative.cache import RewindableKVCache
+from mlx_mtp.speculative.cache_list import RewindableCacheList
+
+pytestmark = checks.pytestmark
+MTPHead = head.MTPHead
+V32 = latent_attention.AbsorbedDeepseekV32Attention
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """A new case of a family, so that nothing is read before the fault is planted."""
+    made = {}
+
+    def case(name: str) -> checks.Case:
+        if name not in made:
+            root = tmp_path_factory.mktemp(name)
+            made[name] = family(name).write(root / "raw", seed=7)
+        out = made[name].parent / f"mlx{len(list(made[name].parent.iterdir()))}"
+        mlx_mtp.convert(made[name], out)
+        return checks.Case(family(name), made[name], out)
+
+    return case
+
+
+def spec(**changes):
+    """Another value in every head that is built."""
+
+    def plant(monkeypatch):
+        right = MTPHead.__init__
+
+        def wrong(self, layer, spec, *args, **kwargs):
+            right(self, layer, spec, *args, **kwargs)
+            self.spec = replace(spec, **changes)
+
+        monkeypatch.setattr(MTPHead, "__init__", wrong)
+
+    return plant
+
+
+def embedding_of_the_target(monkeypatch):
+    monkeypatch.setattr(MTPHead, "embed", lambda self, target, x: target.embed(x))
+
+
+def output_of_the_target(monkeypatch):
+    def wrong(self, target, state):
+        return target.output(self.normed(target, state))
+
+    monkeypatch.setattr(MTPHead, "logits", wrong)
+
+
+def no_window(monkeypatch):
+    right = RewindableKVCache.make_mask
+
+    def wrong(self, num_new, return_array=False, window_size=None):
+        return right(self, num_new, return_array)
+
+    monkeypatch.setattr(RewindableKVCache, "make_mask", wrong)
+
+
+def window_of_the_head(monkeypatch):
+    monkeypatch.setattr(ExaoneMoe, "head_options", lambda self, args, config: {})
+
+
+def head_without_positions(monkeypatch):
+    right = ExaoneMoe.head_layer
+
+    def wrong(self, args, config):
+        layer = right(self, args, config)
+        layer.self_attn.use_rope = False
+        return layer
+
+    monkeypatch.setattr(ExaoneMoe, "head_layer", wrong)
+
+
+def only_the_first_is_rewound(monkeypatch):
+    monkeypatch.setattr(
+        RewindableCacheList, "keep", lambda self, n: self.caches[0].keep(n)
+    )
+
+
+def expanded_verification(monkeypatch):
+    """mlx-lm's own branch for several rows: rounded otherwise than a single row's."""
+    monkeypatch.setattr(DeepseekV3, "swaps", {})
+
+
+def all_rows_choose_alike(monkeypatch):
+    right = V32.choose
+
+    def wrong(self, *args):
+        chosen = right(self, *args)
+        return (
+            chosen if chosen is None else mx.broadcast_to(chosen[:, :1], chosen.shape)
+        )
+
+    monkeypatch.setattr(V32, "choose", wrong)
+
+
+def choice_of_what_is_left_over(monkeypatch):
+    """Entries past a row's position are picked, and then masked."""
+    right = V32.choose
+
+    def wrong(self, x, low, mask, cache):
+        return right(self, x, low, None, cache)
+
+    monkeypatch.setattr(V32, "choose", wrong)
+
+
+def experts_reversed(monkeypatch):
+    monkeypatch.setattr(
+        experts.mx,
+        "stack",
+        lambda arrays: mx.concatenate([array[None] for array in reversed(arrays)]),
+    )
+
+
+def halves_swapped(monkeypatch):
+    right = mx.split
+
+    def wrong(x, *args, **kwargs):
+        parts = right(x, *args, **kwargs)
+        return parts[::-1] if x.ndim == 3 and kwargs.get("axis") == -2 else parts
+
+    monkeypatch.setattr(experts.mx, "split", wrong)
+
+
+HEAD, DRAFTS = checks.test_head_equals_torch, checks.test_drafts_equal_torch
+STATES, TARGET = checks.test_states, checks.test_target_equals_torch
+
+
+def same(case):
+    checks.test_drafts_change_nothing(case, 3)
+
+
+FAULTS = [
+    ("mimo", spec(concat="embedding_first"), HEAD),
+    ("mimo", spec(mask_first=False), HEAD),
+    ("mimo", spec(hidden="post_norm"), DRAFTS),
+    ("mimo", spec(chain="post_norm"), DRAFTS),
+    ("ernie4_5_moe_no_bias", spec(final_norm="none"), HEAD),
+    ("ernie4_5_moe_no_bias", spec(mask_first=False), HEAD),
+    ("glm4_moe", spec(chain="pre_norm"), DRAFTS),
+    ("glm4_moe_lite", embedding_of_the_target, HEAD),
+    ("glm4_moe_lite", output_of_the_target, HEAD),
+    ("exaone_moe", no_window, TARGET),
+    ("exaone_moe", no_window, DRAFTS),
+    ("exaone_moe", window_of_the_head, HEAD),
+    ("exaone_moe_full_head", head_without_positions, HEAD),
+    ("deepseek_v32", only_the_first_is_rewound, STATES),
+    ("deepseek_v32", only_the_first_is_rewound, same),
+    ("deepseek_v32", all_rows_choose_alike, same),
+    ("deepseek_v32", choice_of_what_is_left_over, same),
+    ("deepseek_v3", expanded_verification, same),
+    ("qwen3_5_moe_single_experts", experts_reversed, HEAD),
+    ("qwen3_5_moe", halves_swapped, HEAD),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "check"),
+    FAULTS,
+    ids=lambda x: getattr(x, "__qualname__", x).split(".")[0],
+)
+def test_fault_is_seen(make, monkeypatch, name, plant, check):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(make(name))
