@@ -157,7 +157,7 @@ FAULTS = [
     ("exaone_moe", no_window, TARGET),
     ("exaone_moe", no_window, DRAFTS),
     ("exaone_moe", window_of_the_head, HEAD),
-    ("exaone_moe_full_head", head_without_positions, HEAD),
+    ("exaone_moe", head_without_positions, HEAD),
     ("deepseek_v32", only_the_first_is_rewound, STATES),
     ("deepseek_v32", only_the_first_is_rewound, same),
     ("deepseek_v32", all_rows_choose_alike, same),
