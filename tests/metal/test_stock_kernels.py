@@ -77,6 +77,7 @@ def test_counts_state_traffic():
     read, written = traffic["state_in"], traffic["state_out"]
     assert (read.read, read.read_once, read.written) == (size, size, 0)
     assert (written.written, written.written_once, written.read) == (size, size, 0)
+    assert read.written_once == written.read_once == 0
     assert (
         traffic["v"].read == 32 * traffic["v"].size
     )  # every lane reads its row's value
