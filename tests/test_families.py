@@ -41,7 +41,7 @@ PROMPT = [ord(c) for c in "every family keeps its promise"]
 COUNT = 14
 RIGHT = 1e-4
 # Beyond their window or their top k, mlx-lm's own models add in another order.
-ORDER_DIFFERS = {"deepseek_v32", "exaone_moe", "exaone_moe_full_head"}
+ORDER_DIFFERS = {"deepseek_v32", "glm_moe_dsa", "exaone_moe", "exaone_moe_full_head"}
 
 
 # mlx-lm's ERNIE leaves the experts' bias out, so torch's target is another with it.

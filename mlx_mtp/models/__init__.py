@@ -9,6 +9,7 @@ from .exaone_moe import ExaoneMoe
 from .family import Family
 from .glm4_moe import Glm4Moe
 from .glm4_moe_lite import Glm4MoeLite
+from .glm_moe_dsa import GlmMoeDsa
 from .mimo import MiMo
 from .qwen3_5 import Qwen35
 from .qwen3_5_moe import Qwen35Moe
@@ -22,6 +23,7 @@ _ALL: tuple[Family, ...] = (
     DeepseekV32(),
     Glm4Moe(),
     Glm4MoeLite(),
+    GlmMoeDsa(),
     MiMo(),
     Ernie45Moe(),
     ExaoneMoe(),
@@ -36,7 +38,6 @@ UNSUPPORTED: dict[str, str] = {
     "deepseek_v41": "it drafts with a DSpark head, which is no MTP head",
     "qwen4_exp": f"its head works on several residual streams, and {_NO_MODEL}",
     "qwen4_exp_text": f"its head works on several residual streams, and {_NO_MODEL}",
-    "glm_moe_dsa": "its head may re-use the positions that its first draft has picked",
     "gemma4_assistant": "it is a drafter without keys and values of its own",
     "gemma4_unified_assistant": "it is a drafter without keys and values of its own",
     "mimo_v2_flash": "its head has several modules",

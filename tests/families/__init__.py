@@ -18,6 +18,7 @@ from . import (
     exaone_moe,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     mimo,
     qwen3_5_moe,
     qwen3_next,
@@ -87,6 +88,7 @@ FAMILIES = [
     _variant(glm4_moe, glm4_moe.Glm4MoeReference),
     _variant(glm4_moe, glm4_moe.Glm4MoeReference, "glm4_moe_air", use_qk_norm=False),
     _variant(glm4_moe_lite, glm4_moe_lite.Glm4MoeLiteReference),
+    _variant(glm_moe_dsa, glm_moe_dsa.GlmMoeDsaReference),
     _variant(mimo, mimo.MiMoReference),
     _variant(qwen3_5_moe, qwen3_5_moe.Qwen35MoeReference),
     _variant(
