@@ -184,6 +184,17 @@ def test_one_end_of_its_own(source, end):
     assert mx.array_equal(model.mtp[name].weight, want)
 
 
+def test_dtype(source):
+    """The experts' bias stays float32, in target and head, as in mlx-lm."""
+    raw = source("deepseek_v3")
+    mlx_mtp.convert(raw, raw.parent / "out", dtype="bfloat16")
+    kinds = {
+        (name.endswith("e_score_correction_bias"), array.dtype)
+        for name, array in read(raw.parent / "out").items()
+    }
+    assert kinds == {(True, mx.float32), (False, mx.bfloat16)}
+
+
 def test_latent_caches_are_not_quantised(source):
     raw = source("glm4_moe_lite")
     mlx_mtp.convert(raw, raw.parent / "out")
