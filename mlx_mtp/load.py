@@ -128,9 +128,10 @@ def check_files(path: Path, config: dict[str, Any]) -> None:
         raise ValueError(f"{path} holds no model*.safetensors")
     for file in (*files, *path.glob(MTP_FILE)):
         header = check_file(file)
+        ours = file.name == MTP_FILE or header.metadata.get("format") == "mlx"
         for name, info in header.tensors.items():
             raw = name.endswith("conv1d.weight") and info.shape[-1:] != (1,)
-            head = file.name != MTP_FILE and spec.locate(name, num_layers)
+            head = not ours and spec.locate(name, num_layers)
             if raw or head:
                 raise ValueError(
                     f"{path} is in Hugging Face's raw layout; convert it first: "

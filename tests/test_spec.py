@@ -109,6 +109,16 @@ def test_stages_of_the_target(random_dir):
     assert model.model.norm is norm
 
 
+def test_two_runs_at_once(random_dir):
+    """On one model whose head reads the states before the final norm."""
+    model, _ = mlx_mtp.load(random_dir, mtp_config={"hidden": "pre_norm"})
+    prompts = (PROMPT, PROMPT[::-1])
+    runs = [mlx_mtp.mtp_generate_step(p, model, max_tokens=6) for p in prompts]
+    turns = list(zip(*runs))
+    for got, prompt in zip(zip(*turns), prompts):
+        assert_same_stream(list(got), plain_stream(random_dir, prompt, 6))
+
+
 def test_toggle_of_the_marker(random_dir, tmp_path):
     path = copy_of(random_dir, tmp_path / "marked")
     edit_config(path, lambda c: c["mtp"].update(hidden="pre_norm"))
