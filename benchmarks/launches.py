@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from metal_graph import launches, leaf, log, metal_shaped, primitives
+from metal_graph import launches, leaf, logged, metal_shaped, primitives
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.utils import load_model
@@ -178,8 +178,8 @@ def state_traffic(run: Plain | Rounds) -> tuple[float, float]:
     Counted in the arguments of the recurrence's launches.
     """
     states = [c[1].shape for c in recurrent(run) if c[1] is not None]
-    log.clear()
-    run.step()
+    with logged() as log:
+        run.step()
     reads = sum(launch.inputs.count(states[0]) for launch in log) if states else 0
     writes = sum(launch.outputs.count(states[0]) for launch in log) if states else 0
     layers = max(len(states), 1)

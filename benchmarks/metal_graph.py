@@ -13,6 +13,7 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -37,8 +38,6 @@ VIEWS = {
     *("Unflatten", "NumberOfElements"),
 }
 
-_leaves: dict[tuple, mx.array] = {}
-
 
 class Launch(NamedTuple):
     """Shapes of what one stand-in reads and writes."""
@@ -47,30 +46,42 @@ class Launch(NamedTuple):
     outputs: list[tuple[int, ...]]
 
 
-log: list[Launch] = []  # of every stand-in called; clear it before looking
+log: list[Launch] | None = None  # of every stand-in called, while one is kept
 
 
-def leaf(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+@contextlib.contextmanager
+def logged() -> Iterator[list[Launch]]:
+    """The stand-ins called while it is open."""
+    global log
+    log = []
+    try:
+        yield log
+    finally:
+        log = None
+
+
+@cache
+def leaf(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """An array that exists already, so that it is no node."""
-    key = (tuple(shape), dtype)
-    if key not in _leaves:
-        _leaves[key] = mx.zeros(shape, dtype)
-        mx.eval(_leaves[key])
-    return _leaves[key]
+    array = mx.zeros(shape, dtype)
+    mx.eval(array)
+    return array
 
 
 def one_node(
-    shapes: Sequence[Sequence[int]], dtypes: Sequence[mx.Dtype], inputs: Sequence[Any]
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[mx.Dtype],
+    inputs: Sequence[Any],
 ) -> list[mx.array]:
     """Outputs of a single node that depends on all inputs."""
-    outputs = [leaf(*pair) for pair in zip(shapes, dtypes, strict=True)]
-    arrays = [x for x in inputs if isinstance(x, mx.array)]
-    log.append(Launch([x.shape for x in arrays], [x.shape for x in outputs]))
-    return mx.depends(outputs, arrays)
+    arrays = [x for x in inputs if type(x) is mx.array]
+    if log is not None:
+        log.append(Launch([x.shape for x in arrays], list(shapes)))
+    return mx.depends([*map(leaf, shapes, dtypes)], arrays)
 
 
 def _like_first(x: mx.array, *others: Any, **named: Any) -> mx.array:
-    return one_node([x.shape], [x.dtype], [x, *others, *named.values()])[0]
+    return one_node((x.shape,), (x.dtype,), (x, *others, *named.values()))[0]
 
 
 def _attention(q: mx.array, k: mx.array, v: mx.array, **named: Any) -> mx.array:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .ranges import arange
+
 
 class Accepted(NamedTuple):
     """Outcome of a verification.
@@ -157,7 +159,7 @@ def recovered_weights(
 
 def join(drafts: mx.array, accepted: mx.array, token: mx.array) -> Accepted:
     """The first ``accepted`` [B] drafts and ``token`` [B] behind them."""
-    places = mx.arange(drafts.shape[1] + 1)
+    places = arange(drafts.shape[1] + 1)
     padded = mx.pad(drafts, [(0, 0), (0, 1)])
     tokens = mx.where(places == accepted[:, None], token[:, None], padded)
     return Accepted(tokens.astype(mx.int32), accepted + 1)

@@ -24,6 +24,8 @@ import mlx.core as mx
 from mlx.utils import tree_map, tree_reduce
 from mlx_lm.models.cache import ArraysCache, _BaseCache
 
+from .ranges import arange
+
 MAX_BLOCK = 9  # rows of a verify block: the pending token and at most 8 drafts
 
 
@@ -73,7 +75,7 @@ class RewindableKVCache(_BaseCache):
         slides = window_size is not None and end > window_size
         if self.exact and not return_array and not slides:
             return None if num_new == 1 else "causal"
-        last = (self.offset[:, None] + mx.arange(num_new))[..., None]  # [B, T, 1]
+        last = (self.offset[:, None] + arange(num_new))[..., None]  # [B, T, 1]
         positions = mx.arange(end)
         visible = positions <= last
         if slides:
@@ -84,7 +86,7 @@ class RewindableKVCache(_BaseCache):
         """Write a block behind ``offset``; return what the mask covers."""
         num_new = keys.shape[2]
         end = self.limit + num_new
-        at = (self.offset[:, None] + mx.arange(num_new))[:, None, :, None]
+        at = (self.offset[:, None] + arange(num_new))[:, None, :, None]
         self.keys = self._written(self.keys, self.stored(keys), at, end)
         self.values = self._written(self.values, self.stored(values), at, end)
         self.block_start = self.offset

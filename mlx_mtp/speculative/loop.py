@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from .prefill import Progress, prefill
 from .processors import Processors
+from .ranges import arange
 from .round import Block, Engine
 from .rules import PerRow, Rule, rule_of_row
 
@@ -52,7 +53,7 @@ def pack(block: Block) -> mx.array:
     token means anything, though the argmax would give one.
     """
     wrong = mx.isnan(block.logprobs[..., 0])  # one NaN makes the whole row NaN
-    wrong = (wrong & (mx.arange(block.width) < block.kept[:, None])).any(axis=1)
+    wrong = (wrong & (arange(block.width) < block.kept[:, None])).any(axis=1)
     kept = mx.where(wrong, -block.kept, block.kept)
     return mx.concatenate([kept[:, None], block.tokens], axis=1)
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 from . import accept, noise
 from .accept import Accepted
 from .noise import Purpose, Seeds
+from .ranges import arange
 
 # (log-probabilities [B, T, V], positions [B, T]) -> log-weights [B, T, V] in float32:
 # filters and temperature, the same for target and drafter.
@@ -61,7 +62,7 @@ class Rule(Protocol):
 
 def positions(start: mx.array, first: int, count: int) -> mx.array:
     """[B, count], of the tokens that rows ``first`` and on of a round give."""
-    return start[:, None] + 1 + first + mx.arange(count)
+    return start[:, None] + 1 + first + arange(count)
 
 
 class Matching:

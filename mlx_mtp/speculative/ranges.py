@@ -1,0 +1,13 @@
+"""Small constant arrays, made once: as part of a graph each would be a launch."""
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+
+@lru_cache
+def arange(count: int) -> mx.array:
+    """``mx.arange(count)``, evaluated, so that any thread can use it."""
+    numbers = mx.arange(count)
+    mx.eval(numbers)
+    return numbers
