@@ -8,33 +8,20 @@ import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 
-from .gated_delta_prologue import Columns, Weights, gated_delta_prologue
+from .gated_delta_prologue import (
+    Columns,
+    Sizes,
+    Weights,
+    gated_delta_prologue,
+)
 from .gated_delta_verify import MAX_ROWS, Rows, gated_delta_verify
 from .gated_rms_norm import gated_rms_norm
 
 MAX_HEAD_DIM = 256
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-
-
-class Sizes(NamedTuple):
-    """What a Gated DeltaNet layer's kernels are compiled for.
-
-    Args:
-        Hk, Hv, Dk, Dv: heads and head sizes of keys and values.
-        W: taps of the convolution.
-        dtype: of inputs and weights.
-    """
-
-    Hk: int
-    Hv: int
-    Dk: int
-    Dv: int
-    W: int
-    dtype: mx.Dtype
 
 
 def on_metal() -> bool:
@@ -55,7 +42,12 @@ def failure(sizes: Sizes) -> str | None:
 
 def usable(sizes: Sizes) -> bool:
     """Whether a layer's short blocks run on the kernels."""
-    return on_metal() and covers(sizes) and _probe(sizes) is None
+    return on_metal() and _runs(sizes)
+
+
+@lru_cache
+def _runs(sizes: Sizes) -> bool:
+    return covers(sizes) and _probe(sizes) is None
 
 
 @lru_cache
@@ -86,7 +78,7 @@ def _trials(sizes: Sizes) -> list[tuple[str, object]]:
     def columns(size: int) -> Columns:
         return Columns(zeros(1, 1, size), 0, size)
 
-    weights = Weights(*(zeros(channels, W, 1), mx.zeros(Hv), zeros(Hv), Hk, Hv, Dk, Dv))
+    weights = Weights(zeros(channels, W, 1), mx.zeros(Hv), zeros(Hv))
     qkv, gates, z = columns(channels), columns(Hv), columns(Hv * Dv)
     rows = Rows(
         zeros(1, MAX_ROWS, Hk, Dk),
@@ -99,7 +91,9 @@ def _trials(sizes: Sizes) -> list[tuple[str, object]]:
     return [
         (
             "gated_delta_prologue",
-            lambda: gated_delta_prologue(window, qkv, none, qkv, gates, gates, weights),
+            lambda: gated_delta_prologue(
+                window, qkv, none, qkv, gates, gates, weights, sizes
+            ),
         ),
         (
             "gated_delta_verify",

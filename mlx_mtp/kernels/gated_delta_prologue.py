@@ -168,8 +168,25 @@ class Columns(NamedTuple):
         return self.array[..., self.start : self.start + self.size]
 
 
+class Sizes(NamedTuple):
+    """What a Gated DeltaNet layer's kernels are compiled for.
+
+    Args:
+        Hk, Hv, Dk, Dv: heads and head sizes of keys and values.
+        W: taps of the convolution.
+        dtype: of inputs and weights.
+    """
+
+    Hk: int
+    Hv: int
+    Dk: int
+    Dv: int
+    W: int
+    dtype: mx.Dtype
+
+
 class Weights(NamedTuple):
-    """A layer's parameters that the prologue reads, and its head sizes.
+    """A layer's parameters that the prologue reads.
 
     Shapes:
         conv: [C, W, 1], C = 2 Hk Dk + Hv Dv; A_log, dt_bias: [Hv]
@@ -178,10 +195,6 @@ class Weights(NamedTuple):
     conv: mx.array
     A_log: mx.array
     dt_bias: mx.array
-    Hk: int
-    Hv: int
-    Dk: int
-    Dv: int
 
 
 @lru_cache
@@ -191,9 +204,19 @@ def norm_scales(Dk: int) -> mx.array:
     return mx.array([inverse**2, inverse, NORM_EPS * inverse**2], mx.float32)
 
 
-def promoted(a: mx.Dtype, b: mx.Dtype) -> mx.Dtype:
-    """The dtype of a sum of the two."""
-    return a if a == b else mx.float32
+@lru_cache(maxsize=256)
+def _template(
+    sizes: Sizes, gate_dtypes: tuple[mx.Dtype, mx.Dtype], columns: tuple[int, ...]
+) -> list[tuple[str, int | mx.Dtype]]:
+    """Template arguments; the gates' sum has the common dtype of its terms."""
+    Hk, Hv, Dk, Dv, W, dtype = sizes
+    gate_dtype = dtype if gate_dtypes == (dtype, dtype) else mx.float32
+    names = ("QKV_STRIDE", "QKV_AT", "A_STRIDE", "A_AT", "B_STRIDE", "B_AT")
+    return [
+        *(("InT", dtype), ("GateT", gate_dtype), ("ROWS", MAX_ROWS), ("W", W)),
+        *(("Dk", Dk), ("Dv", Dv), ("Hk", Hk), ("Hv", Hv)),
+        *zip(names, columns, strict=True),
+    ]
 
 
 def gated_delta_prologue(
@@ -204,6 +227,7 @@ def gated_delta_prologue(
     a: Columns,
     b: Columns,
     weights: Weights,
+    sizes: Sizes,
 ) -> tuple[mx.array, mx.array, Rows]:
     """Window, q and rows of a block of T <= 9 tokens.
 
@@ -213,7 +237,7 @@ def gated_delta_prologue(
         n_prev: rows of it that stand, 0 to its T; never read on the host.
         qkv, a, b: the current block's projections; ``previous`` and ``qkv`` lie at the
             same place of matrices of the same width.
-        weights: the layer's.
+        weights, sizes: the layer's.
 
     Returns:
         the window before the current block, q, and the rows for the recurrence; rows
@@ -222,21 +246,18 @@ def gated_delta_prologue(
     Shapes:
         window, result: [B, W - 1, C]; n_prev: [B] int32; q: [B, T, Hk, Dk]
     """
-    conv, A_log, dt_bias, Hk, Hv, Dk, Dv = weights
+    Hk, Hv, Dk, Dv, W, dtype = sizes
     B, T, width = qkv.array.shape
-    W, dtype = conv.shape[1], qkv.array.dtype
+    columns = (
+        *(width, qkv.start, a.array.shape[-1], a.start),
+        *(b.array.shape[-1], b.start),
+    )
     window_out, q, *rows = kernel()(
         inputs=[
             *(window, previous.array, n_prev, qkv.array, a.array, b.array),
-            *(conv, A_log, dt_bias, norm_scales(Dk), previous.array.shape[1], T),
+            *(*weights, norm_scales(Dk), previous.array.shape[1], T),
         ],
-        template=[
-            *(("InT", dtype), ("GateT", promoted(a.array.dtype, dt_bias.dtype))),
-            *(("Dk", Dk), ("Dv", Dv), ("Hk", Hk), ("Hv", Hv)),
-            *(("W", W), ("ROWS", MAX_ROWS), ("QKV_STRIDE", width)),
-            *(("QKV_AT", qkv.start), ("A_STRIDE", a.array.shape[-1])),
-            *(("A_AT", a.start), ("B_STRIDE", b.array.shape[-1]), ("B_AT", b.start)),
-        ],
+        template=_template(sizes, (a.array.dtype, weights.dt_bias.dtype), columns),
         grid=(32, 2 * Hk + Hv + 1, B * (MAX_ROWS + W - 1)),
         threadgroup=(32, 4, 1),
         output_shapes=[
@@ -256,9 +277,11 @@ def gated_delta_prologue_ops(
     a: Columns,
     b: Columns,
     weights: Weights,
+    sizes: Sizes,
 ) -> tuple[mx.array, mx.array, Rows]:
     """The same in MLX operations, as :func:`gated_delta_prologue`."""
-    conv, A_log, dt_bias, Hk, Hv, Dk, Dv = weights
+    conv, A_log, dt_bias = weights
+    Hk, Hv, Dk, Dv, *_ = sizes
     B, T, _ = qkv.array.shape
     strip = mx.concatenate([window, previous.sliced()], axis=1)
     at = (n_prev[:, None] + mx.arange(conv.shape[1] - 1))[..., None]

@@ -17,6 +17,7 @@ from ..kernels import dispatch
 from ..kernels.gated_delta_prologue import (
     NORM_EPS,
     Columns,
+    Sizes,
     Weights,
     gated_delta_prologue,
 )
@@ -122,11 +123,15 @@ class Rewindable(nn.Module):
     def join_projections(self) -> None:
         """Make one matrix of the projections where their formats agree."""
 
-    def sizes(self, dtype: mx.Dtype) -> dispatch.Sizes:
-        return dispatch.Sizes(
-            *(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
-            *(self.conv_kernel_size, dtype),
-        )
+    def sizes(self, dtype: mx.Dtype) -> Sizes:
+        sizes = self.get("_sizes")
+        if sizes is None or sizes.dtype != dtype:
+            self["_sizes"] = sizes = Sizes(
+                *(self.num_k_heads, self.num_v_heads),
+                *(self.head_k_dim, self.head_v_dim),
+                *(self.conv_kernel_size, dtype),
+            )
+        return sizes
 
     def run_kernels(self, inputs: mx.array, cache: RecurrentCache) -> mx.array:
         """A short block -> [B, T, Hv Dv] in three launches behind the projection.
@@ -140,7 +145,8 @@ class Rewindable(nn.Module):
         window, state = self._start(cache, previous, inputs)
         before = qkv if previous is None else qkv._replace(array=previous.qkv)
         window, q, rows = gated_delta_prologue(
-            window, before, n_prev, qkv, a, b, self.kernel_weights()
+            *(window, before, n_prev, qkv, a, b),
+            *(self.kernel_weights(), self.sizes(inputs.dtype)),
         )
         replayed = rows if previous is None else previous.rows
         out, state = gated_delta_verify(state, replayed, n_prev, q, rows)
@@ -164,10 +170,7 @@ class Rewindable(nn.Module):
         return window, state
 
     def kernel_weights(self) -> Weights:
-        return Weights(
-            *(self.conv1d.weight, self.A_log, self.dt_bias),
-            *(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
-        )
+        return Weights(self["conv1d"]["weight"], self["A_log"], self["dt_bias"])
 
     def replay_kernels(
         self, block: KernelBlock, n: mx.array
@@ -178,10 +181,10 @@ class Rewindable(nn.Module):
         compute for a block behind it is not used.
         """
         qkv = Columns(block.qkv, 0, self.conv_dim)
-        weights = self.kernel_weights()
         gates = Columns(block.qkv, 0, self.num_v_heads)
         window, q, rows = gated_delta_prologue(
-            block.window, qkv, n, qkv, gates, gates, weights
+            *(block.window, qkv, n, qkv, gates, gates),
+            *(self.kernel_weights(), self.sizes(block.qkv.dtype)),
         )
         _, state = gated_delta_verify(block.state, block.rows, n, q, rows)
         return window, state
@@ -260,23 +263,21 @@ class Rewindable(nn.Module):
         return self.conv_window(block.conv_input, n), state
 
 
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
 class RewindableGatedDeltaNet(Rewindable, qwen3_5.GatedDeltaNet):
     """Qwen3.5's layer: four projections."""
 
     _joined: JoinedLinear | None = None
 
     def project(self, inputs: mx.array) -> Projections:
-        layers = self.projections()
-        if self._joined is not None and self._joined.holds(layers):
+        if self._joined is not None and self._joined.stands(self):
             return Projections(*self._joined(inputs))
-        return Projections(*(whole(layer(inputs)) for layer in layers))
-
-    def projections(self) -> list[nn.Module]:
-        """The linear layers in the order of ``Projections``."""
-        return [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a]
+        return Projections(*(whole(self[name](inputs)) for name in PROJECTIONS))
 
     def join_projections(self) -> None:
-        self._joined = joined(self.projections())
+        self._joined = joined({name: self[name] for name in PROJECTIONS})
 
 
 class RewindableQwen3NextGatedDeltaNet(Rewindable, qwen3_next.Qwen3NextGatedDeltaNet):

@@ -4,7 +4,7 @@ The joined matrix is the only copy: the layers keep views of it under their own 
 so parameters, saving and stock code see what they saw before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,48 +23,45 @@ class JoinedLinear:
             They keep views of the joined arrays.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]):
-        first = layers[0]
+    def __init__(self, layers: Mapping[str, nn.Module]):
+        self.layers = dict(layers)
+        first = next(iter(layers.values()))
         self.quantized = isinstance(first, nn.QuantizedLinear)
         names = [name for name in KINDS if name in first]
-        self.arrays = {n: mx.concatenate([x[n] for x in layers]) for n in names}
-        self.options = {}
-        if self.quantized:
-            self.options = {
-                n: getattr(first, n) for n in ("group_size", "bits", "mode")
-            }
-        self.sizes = [layer.weight.shape[0] for layer in layers]
-        self.starts = [sum(self.sizes[:i]) for i in range(len(layers))]
-        self.views = []
-        for layer, start, size in zip(layers, self.starts, self.sizes, strict=True):
-            views = {n: x[start : start + size] for n, x in self.arrays.items()}
-            layer.update(views)
-            self.views.append(views)
+        parts = {n: [layer[n] for layer in layers.values()] for n in names}
+        self.arrays = {n: mx.concatenate(arrays) for n, arrays in parts.items()}
+        format_names = FORMAT if self.quantized else ()
+        self.options = {name: getattr(first, name) for name in format_names}
+        self.columns, self.views, start = [], [], 0
+        for layer in layers.values():
+            size = layer.weight.shape[0]
+            for name, array in self.arrays.items():
+                layer[name] = array[start : start + size]
+                self.views.append((layer, name, layer[name]))
+            self.columns.append((start, size))
+            start += size
 
-    def holds(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the layers still are what was joined: adapters, sharding or new
-        weights would have replaced something."""
-        return all(
-            layer.get(name) is view
-            for layer, views in zip(layers, self.views, strict=True)
-            for name, view in views.items()
-        )
+    def stands(self, owner: nn.Module) -> bool:
+        """Whether the owner's layers still are what was joined.
+
+        Adapters, sharding or new weights would have replaced something.
+        """
+        for name, layer in self.layers.items():
+            if owner.get(name) is not layer:
+                return False
+        return all(layer.get(name) is view for layer, name, view in self.views)
 
     def __call__(self, x: mx.array) -> list[Columns]:
         """[B, T, inputs] -> the layers' results, side by side in one array."""
         if self.quantized:
-            out = mx.quantized_matmul(
-                x, **self._packed(), transpose=True, **self.options
-            )
+            weight, scales, biases = (self.arrays.get(name) for name in KINDS)
+            out = mx.quantized_matmul(x, weight, scales, biases, **self.options)
         else:
             out = x @ self.arrays["weight"].T
-        return [
-            Columns(out, start, size)
-            for start, size in zip(self.starts, self.sizes, strict=True)
-        ]
+        return [Columns(out, *columns) for columns in self.columns]
 
 
-def joined(layers: Sequence[nn.Module]) -> JoinedLinear | None:
+def joined(layers: Mapping[str, nn.Module]) -> JoinedLinear | None:
     """The layers joined, or None where they cannot be: they then stay as they are."""
     kinds = {
         (
@@ -72,9 +69,9 @@ def joined(layers: Sequence[nn.Module]) -> JoinedLinear | None:
             *(getattr(layer, n, None) for n in FORMAT),
             *(layer[n].dtype if n in layer else None for n in KINDS),
         )
-        for layer in layers
+        for layer in layers.values()
     }
-    plain = all(type(x) in (nn.Linear, nn.QuantizedLinear) for x in layers)
-    if len(kinds) > 1 or not plain or any("bias" in layer for layer in layers):
+    linear = all(type(x) in (nn.Linear, nn.QuantizedLinear) for x in layers.values())
+    if len(kinds) > 1 or not linear or any("bias" in x for x in layers.values()):
         return None
     return JoinedLinear(layers)
