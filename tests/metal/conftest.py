@@ -1,10 +1,12 @@
 """Kernel tests need a C++ compiler; without one the whole folder says so and skips."""
 
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from . import NO_COMPILER, compiler
+from . import NO_COMPILER, compiler, run_kernel
 
 HERE = Path(__file__).parent
 
@@ -15,3 +17,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.skip(reason=NO_COMPILER))
+
+
+@pytest.fixture
+def on_harness(monkeypatch):
+    """Have a kernel module of the project launch its kernel on the harness."""
+
+    def change(module, text=None, **options):
+        kernel = module.kernel()
+        if text is not None:  # a fault planted in the source
+            kernel = with_text(module, *text)
+        call = partial(run_kernel, kernel, **options)
+        monkeypatch.setattr(module, "kernel", lambda: call)
+
+    return change
+
+
+def with_text(module, old, new):
+    """The module's kernel with a part of its text replaced."""
+    texts = [module.SOURCE, getattr(module, "HEADER", "")]
+    assert sum(text.count(old) for text in texts) >= 1, f"{old!r} is not in the source"
+    source, header = (text.replace(old, new) for text in texts)
+    with mock.patch.multiple(module, SOURCE=source, HEADER=header, create=True):
+        return module.kernel.__wrapped__()
