@@ -18,12 +18,12 @@ from .gated_delta_verify import MAX_ROWS, Rows
 NORM_EPS = 1e-6  # added to the sum of squares of a q or k head
 
 HEADER = """
-inline float sigmoid_of(float x) {
+METAL_FUNC float sigmoid_of(float x) {
     return 1.0f / (1.0f + metal::precise::exp(-x));
 }
 
 // log(1 + exp(x)), accurate for very negative x too.
-inline float softplus_of(float x) {
+METAL_FUNC float softplus_of(float x) {
     float e = metal::precise::exp(-metal::abs(x));
     float u = 1.0f + e;
     float log1p = u == 1.0f ? e : metal::precise::log(u) * (e / (u - 1.0f));

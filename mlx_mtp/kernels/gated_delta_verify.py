@@ -21,7 +21,7 @@ MAX_ROWS = 9  # rows in a record: the pending token and at most 8 drafts
 
 HEADER = """
 // A row of the state belongs to 8 neighbouring lanes, so a SIMD group holds 4 rows.
-inline float row_sum(float x) {
+METAL_FUNC float row_sum(float x) {
     x += simd_shuffle_xor(x, 1);
     x += simd_shuffle_xor(x, 2);
     x += simd_shuffle_xor(x, 4);
@@ -30,7 +30,7 @@ inline float row_sum(float x) {
 
 // One step for one state row; a lane has 4 elements of every 32.
 template <int CHUNKS, typename P>
-inline void delta_step(
+METAL_FUNC void delta_step(
     thread float* state, P k, float v, float g, float beta) {
     float keys[CHUNKS * 4];
     float memory = 0.0f;
@@ -49,7 +49,7 @@ inline void delta_step(
 }
 
 template <int CHUNKS, typename P>
-inline float read_out(thread float* state, P q) {
+METAL_FUNC float read_out(thread float* state, P q) {
     float out = 0.0f;
     for (int c = 0; c < CHUNKS; ++c) {
         for (int j = 0; j < 4; ++j) {

@@ -94,7 +94,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("module", "run"), RUNS, ids=str)
+@pytest.mark.parametrize(("module", "run"), RUNS, ids=["verify", "prologue", "norm"])
 def test_the_right_text_passes(on_harness, module, run):
     on_harness(module)
     assert not run()
