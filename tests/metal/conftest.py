@@ -6,6 +6,13 @@ from unittest import mock
 
 import pytest
 
+from mlx_mtp.kernels import (
+    dispatch,
+    gated_delta_prologue,
+    gated_delta_verify,
+    gated_rms_norm,
+)
+
 from . import NO_COMPILER, compiler, run_kernel
 
 HERE = Path(__file__).parent
@@ -40,3 +47,15 @@ def with_text(module, old, new):
     source, header = (text.replace(old, new) for text in texts)
     with mock.patch.multiple(module, SOURCE=source, HEADER=header, create=True):
         return module.kernel.__wrapped__()
+
+
+@pytest.fixture
+def as_on_metal(on_harness, monkeypatch):
+    """Have the model take the path of a Metal GPU, its kernels on the harness."""
+    for module in (gated_delta_prologue, gated_delta_verify, gated_rms_norm):
+        on_harness(module)
+    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
+    monkeypatch.setattr(dispatch, "native_scan", lambda *sizes: False)
+    yield
+    dispatch._probe.cache_clear()
+    dispatch._runs.cache_clear()
