@@ -10,7 +10,6 @@ import copy
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,16 @@ from mlx_lm.utils import load_tokenizer, save
 from .checkpoint import MARKER, MTP_FILE, MTP_PREFIX, make_marker
 from .cli import one_line, run
 from .hub import CONVERT_PATTERNS, resolve
-from .messages import count, listing
-from .models.spec import MTPSpec
+from .messages import count
+from .parts import (
+    TIE,
+    check_promise,
+    dropped_notes,
+    head_keys,
+    resolve_copies,
+    resolve_tie,
+    sort_tensors,
+)
 from .quantization import (
     DEFAULT_MODE,
     MODES,
@@ -34,7 +41,7 @@ from .quantization import (
     quantize_target,
     skipped_note,
 )
-from .source import Parts, Source, open_source, sort_tensors
+from .source import Source, open_source
 from .staging import check_free, progress, staged
 from .weights import load_head, load_target
 
@@ -42,9 +49,6 @@ DEFAULT_MLX_PATH = "mlx_model"
 DTYPES = ("float16", "bfloat16", "float32")
 # One of them holds a tokenizer's vocabulary.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
-TIE = "tie_word_embeddings"
-# What a head may have of its own, and the names of the tensors.
-HEAD_LAYERS = {"embedding": "embed_tokens.weight", "output": "lm_head.weight"}
 
 
 def convert(
@@ -87,16 +91,16 @@ def convert(
     print("[INFO] Loading")
     source = open_source(resolve(hf_path, CONVERT_PATTERNS, revision))
     parts = sort_tensors(source)
-    _check_promise(source, parts)
-    notes = [*plan.notes, *_dropped(parts)]
-    tied, tie_notes = _resolve_tie(source, parts)
+    check_promise(source, parts)
+    notes = [*plan.notes, *dropped_notes(parts)]
+    tied, tie_notes = resolve_tie(source, parts)
     notes += tie_notes
-    spec, copy_notes = _resolve_copies(source, parts)
+    spec, copy_notes = resolve_copies(source, parts)
     notes += copy_notes
     config = _output_config(source, tied)
     target_dtype = _resolve_dtype(dtype, source)
     model = load_target(source, parts.main, config, target_dtype)
-    head = load_head(source, _head_keys(parts), model, spec, target_dtype)
+    head = load_head(source, head_keys(parts), model, spec, target_dtype)
     tokenizer = _load_tokenizer(source)
 
     model, config, quantize_notes = _quantize(model, head, config, source, plan)
@@ -109,98 +113,6 @@ def convert(
     print(
         f'python generate.py --model {shlex.quote(str(mlx_path))} --mtp --prompt "Hi"'
     )
-
-
-def _check_promise(source: Source, parts: Parts) -> None:
-    """Config and tensors must both have the head, with the same number of modules."""
-    spec, found = source.family.spec, parts.num_modules
-    configs = (source.text_config, source.config)
-    stated = {k: c[k] for k in spec.count_keys for c in configs if c.get(k)}
-    promise = ", ".join(f"{key} {number}" for key, number in stated.items())
-    if promise and not found:
-        raise ValueError(
-            f"the config of {source.path} has {promise}, but there is no MTP tensor; "
-            "use the original repository, or mlx_lm.convert to do without"
-        )
-    if not found:
-        raise ValueError(
-            f"{source.path} has no MTP head; use mlx_lm.convert for plain checkpoints"
-        )
-    if spec.num_modules is not None and found != spec.num_modules:
-        raise ValueError(
-            f"{source.path} holds {count(found, 'MTP module')}; a head of "
-            f"{spec.family} has {spec.num_modules}"
-        )
-    if any(number != found for number in stated.values()):
-        raise ValueError(
-            f"the config of {source.path} has {promise}, but its tensors are those of "
-            f"{count(found, 'MTP module')}; download the checkpoint again"
-        )
-
-
-def _head_keys(parts: Parts) -> dict[str, str]:
-    """The head's parameter names and their keys."""
-    several = parts.num_modules > 1
-    return {
-        f"modules.{module}.{name}" if several else name: key
-        for (module, name), key in parts.head.items()
-    }
-
-
-def _dropped(parts: Parts) -> list[str]:
-    groups = (
-        (parts.vision, "vision tensor", "the model reads text only"),
-        (parts.unused, "tensor", "mlx-lm's model does not use them"),
-    )
-    return [
-        f"dropped {count(len(keys), noun)}, {reason}: {listing(keys)}"
-        for keys, noun, reason in groups
-        if keys
-    ]
-
-
-def _resolve_copies(source: Source, parts: Parts) -> tuple[MTPSpec, list[str]]:
-    """Which layers are the head's own; copies of the target's are dropped."""
-    changes, notes = {"num_modules": parts.num_modules}, []
-    for layer, name in HEAD_LAYERS.items():
-        keys = {place: key for place, key in parts.head.items() if place[1] == name}
-        if not keys:
-            continue
-        mains = [k for k in parts.main if f".{k}".endswith(f".{name}")]
-        mains = mains or [k for k in parts.main if k.endswith("embed_tokens.weight")]
-        if mains and all(source.same_data(key, mains[0]) for key in keys.values()):
-            for place in keys:
-                del parts.head[place]
-            copies = listing(keys.values())
-            notes.append(f"dropped {copies}, the same as {mains[0]}")
-        else:
-            changes[layer] = "own"
-    return replace(source.family.spec, **changes), notes
-
-
-def _resolve_tie(source: Source, parts: Parts) -> tuple[bool, list[str]]:
-    """Whether the output layer is the embedding; a copy of it is dropped."""
-    outputs = [k for k in parts.main if f".{k}".endswith(".lm_head.weight")]
-    configs = (source.text_config, source.config)
-    stated = {bool(c[TIE]) for c in configs if c.get(TIE) is not None}
-    notes = []
-    if len(stated) == 2:
-        tied = not outputs
-        notes.append(
-            f"{TIE} is both true and false in config.json; taken as {tied}, because "
-            f"lm_head.weight is {'present' if outputs else 'absent'}"
-        )
-    else:
-        tied = stated == {True}
-    if not tied and not outputs:
-        raise ValueError(
-            f"{source.path} has no lm_head.weight and no {TIE}: true in its config; "
-            "download the checkpoint again"
-        )
-    if tied and outputs:
-        parts.main[:] = [k for k in parts.main if k not in outputs]
-        notes.append(f"dropped {listing(outputs)}, the output layer is the embedding")
-    return tied, notes
 
 
 def _resolve_dtype(dtype: str | None, source: Source) -> mx.Dtype | None:

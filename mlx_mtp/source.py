@@ -1,4 +1,4 @@
-"""Opens a checkpoint as its authors published it and sorts its tensors.
+"""Opens a checkpoint as its authors published it.
 
 Everything is decided from the config and the files' headers, over the whole source at
 once. Tensors are read lazily. Knows no conversion.
@@ -7,7 +7,7 @@ once. Tensors are read lazily. Knows no conversion.
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ from .safetensors_check import Header, TensorInfo, check_file
 CONV_WEIGHT = "conv1d.weight"
 # Parts of names that only mlx-lm's layout has: stacked experts, split latent layers.
 CONVERTED = (".switch_mlp.", ".embed_q.", ".unembed_out.")
-# Tensors of heads of another kind, which draft whole blocks.
-DSPARK = ("main_proj", "markov_head", "confidence_head")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 COMPARED_BYTES = 1 << 24
 QUANTIZED_SUFFIXES = (
@@ -86,28 +84,6 @@ class Source:
         return tensors
 
 
-@dataclass
-class Parts:
-    """A source's tensors by purpose.
-
-    Args:
-        main: the target's.
-        head: module and parameter name -> key.
-        vision: those of the vision tower.
-        unused: those that mlx-lm's model does not have.
-    """
-
-    main: list[str] = field(default_factory=list)
-    head: dict[tuple[int, str], str] = field(default_factory=dict)
-    vision: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-
-    @property
-    def num_modules(self) -> int:
-        """Modules of the head."""
-        return len({module for module, _ in self.head})
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """A checkpoint's ``config.json``, read as mlx-lm reads it.
 
@@ -160,49 +136,6 @@ def open_source(path: Path) -> Source:
     _refuse_converted(source)
     _refuse_quantized(source)
     return source
-
-
-def sort_tensors(source: Source) -> Parts:
-    """Sort every tensor into target, head and vision tower.
-
-    Raises:
-        ValueError: for a draft head under an unknown prefix or under two of them, and
-            for tensors of a type that is not floating point.
-    """
-    family, parts, unknown = source.family, Parts(), []
-    num_layers = num_target_layers(source.config)
-    for key in source.files:
-        if place := family.spec.locate(key, num_layers):
-            other = parts.head.setdefault(place, key)
-            if other != key:
-                raise ValueError(f"{key} and {other} are the same tensor of the head")
-        elif key.startswith(family.vision_prefixes):
-            parts.vision.append(key)
-        elif any(part in key for part in family.unused):
-            parts.unused.append(key)
-        elif "mtp" in key.split("."):
-            unknown.append(key)
-        else:
-            parts.main.append(key)
-    if odd := [k for k in (*parts.head.values(), *unknown) if _of_dspark(k)]:
-        raise ValueError(
-            f"{source.path} has a DSpark head ({listing(odd)}), which drafts in a way "
-            "of its own and is not supported; use mlx_lm.convert to do without"
-        )
-    if unknown:
-        raise ValueError(
-            f"MTP tensors under an unknown prefix: {listing(unknown)}; "
-            f"known prefixes are {', '.join(family.spec.prefixes)}"
-        )
-    kept = [*parts.main, *parts.head.values()]
-    types = {key: source.info(key).dtype for key in kept}
-    if odd := [f"{key} ({t})" for key, t in types.items() if t not in FLOAT_DTYPES]:
-        raise ValueError(_quantized(source.path, listing(odd)))
-    return parts
-
-
-def _of_dspark(key: str) -> bool:
-    return any(part in DSPARK for part in key.split("."))
 
 
 def _check_index(path: Path) -> None:
@@ -269,10 +202,10 @@ def _refuse_quantized(source: Source) -> None:
     if (source.path / "hf_quant_config.json").exists():
         stated.append("hf_quant_config.json")
     if packed or stated:
-        raise ValueError(_quantized(source.path, listing(packed or stated)))
+        raise ValueError(quantized_line(source.path, listing(packed or stated)))
 
 
-def _quantized(path: Path, found: str) -> str:
+def quantized_line(path: Path, found: str) -> str:
     return (
         f"{path} is quantised ({found}); convert the original checkpoint, in bfloat16, "
         "float16 or float32"

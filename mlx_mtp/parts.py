@@ -1,0 +1,175 @@
+"""Sorts a source's tensors: what is the target's, what the head's, what is dropped.
+
+Decided from the config and the tensors' names, types and data; the config alone is
+never believed. Reads no tensor but to compare copies.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from .messages import count, listing
+from .models.spec import MTPSpec
+from .source import FLOAT_DTYPES, Source, num_target_layers, quantized_line
+
+# Tensors of heads of another kind, which draft whole blocks.
+DSPARK = ("main_proj", "markov_head", "confidence_head")
+TIE = "tie_word_embeddings"
+# What a head may have of its own, and the names of the tensors.
+HEAD_LAYERS = {"embedding": "embed_tokens.weight", "output": "lm_head.weight"}
+
+
+@dataclass
+class Parts:
+    """A source's tensors by purpose.
+
+    Args:
+        main: the target's.
+        head: module and parameter name -> key.
+        vision: those of the vision tower.
+        unused: those that mlx-lm's model does not have.
+    """
+
+    main: list[str] = field(default_factory=list)
+    head: dict[tuple[int, str], str] = field(default_factory=dict)
+    vision: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    @property
+    def num_modules(self) -> int:
+        """Modules of the head."""
+        return len({module for module, _ in self.head})
+
+
+def sort_tensors(source: Source) -> Parts:
+    """Sort every tensor into target, head and vision tower.
+
+    Raises:
+        ValueError: for a draft head under an unknown prefix or under two of them, and
+            for tensors of a type that is not floating point.
+    """
+    family, parts, unknown = source.family, Parts(), []
+    num_layers = num_target_layers(source.config)
+    for key in source.files:
+        if place := family.spec.locate(key, num_layers):
+            other = parts.head.setdefault(place, key)
+            if other != key:
+                raise ValueError(f"{key} and {other} are the same tensor of the head")
+        elif key.startswith(family.vision_prefixes):
+            parts.vision.append(key)
+        elif any(part in key for part in family.unused):
+            parts.unused.append(key)
+        elif "mtp" in key.split("."):
+            unknown.append(key)
+        else:
+            parts.main.append(key)
+    if odd := [k for k in (*parts.head.values(), *unknown) if _of_dspark(k)]:
+        raise ValueError(
+            f"{source.path} has a DSpark head ({listing(odd)}), which drafts in a way "
+            "of its own and is not supported; use mlx_lm.convert to do without"
+        )
+    if unknown:
+        raise ValueError(
+            f"MTP tensors under an unknown prefix: {listing(unknown)}; "
+            f"known prefixes are {', '.join(family.spec.prefixes)}"
+        )
+    kept = [*parts.main, *parts.head.values()]
+    types = {key: source.info(key).dtype for key in kept}
+    if odd := [f"{key} ({t})" for key, t in types.items() if t not in FLOAT_DTYPES]:
+        raise ValueError(quantized_line(source.path, listing(odd)))
+    return parts
+
+
+def _of_dspark(key: str) -> bool:
+    return any(part in DSPARK for part in key.split("."))
+
+
+def check_promise(source: Source, parts: Parts) -> None:
+    """Config and tensors must both have the head, with the same number of modules."""
+    spec, found = source.family.spec, parts.num_modules
+    configs = (source.text_config, source.config)
+    stated = {k: c[k] for k in spec.count_keys for c in configs if c.get(k)}
+    promise = ", ".join(f"{key} {number}" for key, number in stated.items())
+    if promise and not found:
+        raise ValueError(
+            f"the config of {source.path} has {promise}, but there is no MTP tensor; "
+            "use the original repository, or mlx_lm.convert to do without"
+        )
+    if not found:
+        raise ValueError(
+            f"{source.path} has no MTP head; use mlx_lm.convert for plain checkpoints"
+        )
+    if spec.num_modules is not None and found != spec.num_modules:
+        raise ValueError(
+            f"{source.path} holds {count(found, 'MTP module')}; a head of "
+            f"{spec.family} has {spec.num_modules}"
+        )
+    if any(number != found for number in stated.values()):
+        raise ValueError(
+            f"the config of {source.path} has {promise}, but its tensors are those of "
+            f"{count(found, 'MTP module')}; download the checkpoint again"
+        )
+
+
+def head_keys(parts: Parts) -> dict[str, str]:
+    """The head's parameter names and their keys."""
+    several = parts.num_modules > 1
+    return {
+        f"modules.{module}.{name}" if several else name: key
+        for (module, name), key in parts.head.items()
+    }
+
+
+def dropped_notes(parts: Parts) -> list[str]:
+    """What is left out, and why."""
+    groups = (
+        (parts.vision, "vision tensor", "the model reads text only"),
+        (parts.unused, "tensor", "mlx-lm's model does not use them"),
+    )
+    return [
+        f"dropped {count(len(keys), noun)}, {reason}: {listing(keys)}"
+        for keys, noun, reason in groups
+        if keys
+    ]
+
+
+def resolve_copies(source: Source, parts: Parts) -> tuple[MTPSpec, list[str]]:
+    """Which layers are the head's own; copies of the target's are dropped."""
+    changes, notes = {"num_modules": parts.num_modules}, []
+    for layer, name in HEAD_LAYERS.items():
+        keys = {place: key for place, key in parts.head.items() if place[1] == name}
+        if not keys:
+            continue
+        mains = [k for k in parts.main if f".{k}".endswith(f".{name}")]
+        mains = mains or [k for k in parts.main if k.endswith("embed_tokens.weight")]
+        if mains and all(source.same_data(key, mains[0]) for key in keys.values()):
+            for place in keys:
+                del parts.head[place]
+            copies = listing(keys.values())
+            notes.append(f"dropped {copies}, the same as {mains[0]}")
+        else:
+            changes[layer] = "own"
+    return replace(source.family.spec, **changes), notes
+
+
+def resolve_tie(source: Source, parts: Parts) -> tuple[bool, list[str]]:
+    """Whether the output layer is the embedding; a copy of it is dropped."""
+    outputs = [k for k in parts.main if f".{k}".endswith(".lm_head.weight")]
+    configs = (source.text_config, source.config)
+    stated = {bool(c[TIE]) for c in configs if c.get(TIE) is not None}
+    notes = []
+    if len(stated) == 2:
+        tied = not outputs
+        notes.append(
+            f"{TIE} is both true and false in config.json; taken as {tied}, because "
+            f"lm_head.weight is {'present' if outputs else 'absent'}"
+        )
+    else:
+        tied = stated == {True}
+    if not tied and not outputs:
+        raise ValueError(
+            f"{source.path} has no lm_head.weight and no {TIE}: true in its config; "
+            "download the checkpoint again"
+        )
+    if tied and outputs:
+        parts.main[:] = [k for k in parts.main if k not in outputs]
+        notes.append(f"dropped {listing(outputs)}, the output layer is the embedding")
+    return tied, notes
