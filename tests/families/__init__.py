@@ -20,6 +20,7 @@ from . import (
     glm4_moe_lite,
     glm_moe_dsa,
     mimo,
+    mimo_v2_flash,
     qwen3_5_moe,
     qwen3_next,
 )
@@ -90,6 +91,7 @@ FAMILIES = [
     _variant(glm4_moe_lite, glm4_moe_lite.Glm4MoeLiteReference),
     _variant(glm_moe_dsa, glm_moe_dsa.GlmMoeDsaReference),
     _variant(mimo, mimo.MiMoReference),
+    _variant(mimo_v2_flash, mimo_v2_flash.MiMoV2FlashReference),
     _variant(qwen3_5_moe, qwen3_5_moe.Qwen35MoeReference),
     _variant(
         qwen3_5_moe,

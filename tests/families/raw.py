@@ -70,16 +70,24 @@ class Draw:
         return weights
 
     def attention(
-        self, heads: int, kv_heads: int, head_dim: int, *, bias: bool, qk_norm: bool
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        qk_norm: bool = False,
+        value_dim: int | None = None,
     ) -> Weights:
         """Grouped-query attention; ``bias`` is that of q, k and v."""
+        value_dim = value_dim or head_dim
         sizes = {"q": heads * head_dim, "k": kv_heads * head_dim}
-        sizes["v"] = sizes["k"]
+        sizes["v"] = kv_heads * value_dim
         weights = {
             f"{name}_proj.weight": self.linear(size, HIDDEN, gain=1.5)
             for name, size in sizes.items()
         }
-        weights["o_proj.weight"] = self.linear(HIDDEN, heads * head_dim, gain=1.5)
+        weights["o_proj.weight"] = self.linear(HIDDEN, heads * value_dim, gain=1.5)
         if bias:
             weights |= {f"{n}_proj.bias": self.vector(s) for n, s in sizes.items()}
         if qk_norm:

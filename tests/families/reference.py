@@ -81,6 +81,7 @@ class Reference:
     toggles: ClassVar[Toggles] = Toggles()
     hidden_first: ClassVar[bool] = False
     zero_centred: ClassVar[bool] = False
+    num_modules = 1
 
     def __init__(self, path: str | Path):
         torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
@@ -157,7 +158,7 @@ class Reference:
             lambda _, args: before.append(args[0])
         )
         try:
-            out = self.decoder(_batch(tokens), use_cache=False).last_hidden_state
+            out = self.decoder(batch(tokens), use_cache=False).last_hidden_state
         finally:
             hook.remove()
         assert len(before) == 1
@@ -171,7 +172,7 @@ class Reference:
         """
         chosen = replace(self.toggles, **toggles)
         embed = self.weights.get("embedding", self.decoder.embed_tokens.weight)
-        e = F.embedding(_batch(tokens), embed)
+        e = F.embedding(batch(tokens), embed)
         if chosen.mask_first:
             e = torch.cat([torch.zeros_like(e[:, :1]), e[:, 1:]], dim=1)
         e = self.norm(e, self.weights["enorm"])
@@ -194,8 +195,18 @@ class Reference:
             x,
             attention_mask=self.mask(length),
             position_ids=at,
-            position_embeddings=self.decoder.rotary_emb(x, at),
+            position_embeddings=self.rotary(x, at),
         )
+
+    def rotary(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return self.decoder.rotary_emb(x, at)
+
+    def teacher_forced(self, tokens: Tokens, **toggles: Any) -> list[HeadOut]:
+        """Every module of the head over ``tokens`` [B, T] alone, without drafts: module
+        m has T - 1 - m entries, of which entry p predicts x[p + m + 2]."""
+        stage = replace(self.toggles, **toggles).hidden
+        states = getattr(self.target(tokens), stage)[:, :-1]
+        return [self.head(states, batch(tokens)[:, 1:], **toggles)]
 
     @torch.no_grad()
     def drafts(
@@ -212,10 +223,10 @@ class Reference:
             follow: the drafts to go on with; default: the most likely ones.
         """
         chosen = replace(self.toggles, **toggles)
-        tokens = _batch(tokens)
+        tokens = batch(tokens)
         states = getattr(self.target(tokens[:, :-1]), chosen.hidden)
         following = tokens[:, 1:]
-        given = None if follow is None else _batch(follow)
+        given = None if follow is None else batch(follow)
         logits: list[Tensor] = []
         for step in range(num_draft_tokens):
             out = self.head(states, following, **toggles)
@@ -266,6 +277,6 @@ class FcReference(Reference):
         }
 
 
-def _batch(tokens: Tokens) -> Tensor:
+def batch(tokens: Tokens) -> Tensor:
     tokens = torch.as_tensor(tokens, dtype=torch.long)
     return tokens[None] if tokens.ndim == 1 else tokens

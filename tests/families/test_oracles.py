@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.utils import logging
 
 from families import FAMILIES, family
-from families.reference import causal_mask
+from families.reference import Reference, causal_mask
 
 RIGHT = 1e-4  # upper bound of the relative error of rounding
 WRONG = 1e-3  # lower bound of the relative effect of a real difference
@@ -115,15 +115,14 @@ def test_stock_target(name, references, tokens):
 @every_family
 def test_head_tensors_are_used(name, references, many_tokens):
     reference, tokens = references(name), many_tokens
-    hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
-    want = reference.head(hidden, tokens[:, 1:]).logits
+    want = reference.teacher_forced(tokens)
     noise = torch.Generator().manual_seed(0)
     unused = []
     for key, value in reference.raw_head.items():
         other = value + torch.randn(value.shape, generator=noise) * value.std()
         head = reference.with_head(reference.raw_head | {key: other})
-        got = head.head(hidden, tokens[:, 1:]).logits
-        if difference(got, want) < WRONG:
+        got = zip(head.teacher_forced(tokens), want, strict=True)
+        if max(difference(g.logits, w.logits) for g, w in got) < WRONG:
             unused.append(key)
     assert unused == []
 
@@ -132,7 +131,7 @@ def test_head_tensors_are_used(name, references, many_tokens):
 def test_toggles_make_a_difference(name, references, tokens):
     reference, tokens = references(name), tokens[:, :6]  # shorter than any window
     other = {"pre_norm": "post_norm", "post_norm": "pre_norm"}
-    usual, k = reference.toggles, 3
+    usual, k = reference.toggles, reference.num_modules + 2
     want = reference.drafts(tokens, k)
     for toggle in (
         {"hidden": other[usual.hidden]},
@@ -146,15 +145,16 @@ def test_toggles_make_a_difference(name, references, tokens):
 
 @every_family
 def test_drafts_follow_the_teacher_forced_head(name, references, tokens):
-    """Draft 1 is the last entry; no draft depends on what comes after it."""
+    """Draft m is the last entry of module m; no draft depends on what comes after."""
     reference = references(name)
-    hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
-    want = reference.head(hidden, tokens[:, 1:]).logits
-    cut = LENGTH // 2
-    for length in (cut, LENGTH):
-        got = reference.drafts(tokens[:, :length], 1).logits[:, 0]
-        assert difference(got, want[:, length - 2]) < RIGHT
-    assert reference.drafts(tokens, 4).tokens.shape == (1, 4)
+    want = reference.teacher_forced(tokens)
+    k = len(want)
+    for length in (LENGTH // 2, LENGTH - k):
+        follow = tokens[:, length : length + k]
+        got = reference.drafts(tokens[:, :length], k, follow=follow).logits
+        for m in range(k):
+            assert difference(got[:, m], want[m].logits[:, length - 2]) < RIGHT
+    assert reference.drafts(tokens, k + 3).tokens.shape == (1, k + 3)
 
 
 @pytest.mark.parametrize("name", GENERIC)
@@ -207,29 +207,55 @@ def run_generic(generic, hidden, tokens):
     )
 
 
-@pytest.mark.parametrize("name", ["mimo", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", ["mimo", "mimo_v2_flash", "ernie4_5_moe"])
 def test_generic_layer(name, references, tokens):
     """transformers' MTP layer for the families whose loading it does not know."""
     reference = references(name)
-    own_norm = "norm" in reference.weights
-    config = copy.deepcopy(reference.config)
-    config.mtp_hidden_states_first = reference.hidden_first
-    block = reference.block
-    norm_class = type(block.input_layernorm)
-    layer = MtpLayer(config, type(block), norm_class, 0, own_norm).eval()
-    parts = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "post_norm"}
-    state = {f"{parts[k]}.weight": v for k, v in reference.weights.items()}
+    hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
+    for part in getattr(reference, "modules", [reference]):
+        own_norm = "norm" in part.weights
+        layer = generic_layer(part, own_norm)
+        chain = "post_norm" if own_norm else "pre_norm"
+        toggles = {"chain": chain, "mask_first": False}
+        want = Reference.head(part, hidden, tokens[:, 1:], **toggles).chain
+        positions = torch.arange(1, LENGTH)[None]
+        with torch.no_grad():
+            embedding = part.decoder.embed_tokens(tokens[:, 1:])
+            rotary = part.rotary(embedding, positions)
+            mask = part.mask(LENGTH - 1)
+            got = layer(embedding, hidden, rotary, mask, positions, None)
+        assert difference(got, want) < RIGHT
+
+
+def generic_layer(part, own_norm):
+    config, block = copy.deepcopy(part.config), part.block
+    config.mtp_hidden_states_first = part.hidden_first
+    layer = MtpLayer(config, type(block), type(block.input_layernorm), 0, own_norm)
+    layer.mtp_block = copy.deepcopy(block)  # layer 0 of the config may be another kind
+    names = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "post_norm"}
+    state = {f"{names[k]}.weight": v for k, v in part.weights.items()}
     state |= {f"mtp_block.{k}": v for k, v in block.state_dict().items()}
     layer.load_state_dict(state)
+    return layer.eval()
 
-    hidden = reference.target(tokens).pre_norm[:, :-1]
-    chain = "post_norm" if own_norm else "pre_norm"
-    want = reference.head(hidden, tokens[:, 1:], chain=chain, mask_first=False).chain
-    positions = torch.arange(1, LENGTH)[None]
-    decoder = reference.decoder
-    with torch.no_grad():
-        embedding = decoder.embed_tokens(tokens[:, 1:])
-        rotary = decoder.rotary_emb(embedding, positions)
-        mask = causal_mask(LENGTH - 1)
-        got = layer(embedding, hidden, rotary, mask, positions, None)
-    assert difference(got, want) < RIGHT
+
+@pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.load.num_modules > 1])
+def test_modules_are_told_apart(name, references, tokens):
+    """What goes wrong silently: what a module reads, and which module it is."""
+    reference = references(name)
+    k = reference.num_modules
+    want = reference.drafts(tokens, k)
+
+    def errors(other):
+        got = other.drafts(tokens, k, follow=want.tokens).logits
+        return [difference(got[:, m], want.logits[:, m]) for m in range(k)]
+
+    fed_otherwise = copy.copy(reference)
+    fed_otherwise.chained = not reference.chained
+    first, *later = errors(fed_otherwise)
+    assert first == 0
+    assert min(later) > WRONG
+    turned = copy.copy(reference)
+    turned.modules = reference.modules[::-1]
+    assert errors(turned)[0] > WRONG
+    assert errors(turned)[-1] > WRONG
