@@ -117,6 +117,7 @@ int popcount(uint);
 int clz(uint);
 int ctz(uint);
 template <class T> struct numeric_limits : std::numeric_limits<T> {};
+#define INFINITY __builtin_inff()
 using std::conditional_t;
 using std::enable_if_t;
 using std::is_same_v;
