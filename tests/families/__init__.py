@@ -23,6 +23,7 @@ from . import (
     mimo_v2_flash,
     qwen3_5_moe,
     qwen3_next,
+    step3p5,
 )
 from .reference import Drafts, HeadOut, Reference, Target, Toggles, Tokens
 
@@ -100,6 +101,7 @@ FAMILIES = [
         fused_head=False,
     ),
     _variant(qwen3_next, qwen3_next.Qwen3NextReference),
+    _variant(step3p5, step3p5.Step3p5Reference),
 ]
 
 

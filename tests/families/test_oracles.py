@@ -207,7 +207,7 @@ def run_generic(generic, hidden, tokens):
     )
 
 
-@pytest.mark.parametrize("name", ["mimo", "mimo_v2_flash", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", ["mimo", "mimo_v2_flash", "ernie4_5_moe", "step3p5"])
 def test_generic_layer(name, references, tokens):
     """transformers' MTP layer for the families whose loading it does not know."""
     reference = references(name)
@@ -233,7 +233,8 @@ def generic_layer(part, own_norm):
     layer = MtpLayer(config, type(block), type(block.input_layernorm), 0, own_norm)
     layer.mtp_block = copy.deepcopy(block)  # layer 0 of the config may be another kind
     names = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "post_norm"}
-    state = {f"{names[k]}.weight": v for k, v in part.weights.items()}
+    own = part.weights.items()
+    state = {f"{names[k]}.weight": v for k, v in own if k in names}
     state |= {f"mtp_block.{k}": v for k, v in block.state_dict().items()}
     layer.load_state_dict(state)
     return layer.eval()
