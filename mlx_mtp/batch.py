@@ -18,19 +18,23 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
+from .draft_memory import AUTO, NumDraftTokens, memory_of
 from .generate_step import (
     NUM_DRAFT_TOKENS,
     PREFILL_STEP_SIZE,
     check_num_draft_tokens,
+    needs_repeating,
     prompt_ids,
     target_of,
 )
 from .prompt_cache import PromptCache, adopt
 from .sampling import choice
-from .speculative.loop import Joining, Loop, ReadRound
+from .speculative.controller import Controller
+from .speculative.loop import Loop, ReadRound
 from .speculative.prefill import prefill
 from .speculative.processors import Processors
 from .speculative.round import Engine
+from .speculative.rows import Joining
 from .speculative.rules import Called
 from .speculative.stats import SpeculationStats
 from .stop import StopStrings, check_stop
@@ -77,7 +81,7 @@ def batch_generate(
     return_logprobs: bool = False,
     *,
     mtp: bool = True,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = NUM_DRAFT_TOKENS,
     completion_batch_size: int = COMPLETION_BATCH_SIZE,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     **options: Any,
@@ -96,7 +100,8 @@ def batch_generate(
         return_token_ids: return the token ids, without the end token.
         return_logprobs: return each token's log-probability.
         mtp: draft with the model's MTP head. Default: ``True``.
-        num_draft_tokens: drafts per round and row, 0 to 8. Default: 2.
+        num_draft_tokens: drafts per round and row, 0 to 8; ``"auto"`` chooses round by
+            round, for all rows together. Default: ``"auto"``.
         completion_batch_size: rows at most at a time. Default: 32.
         prefill_step_size: prompt tokens per prefill chunk. Default: 2048.
         options: those of :func:`mlx_mtp.stream_generate` that choose tokens, and
@@ -124,7 +129,7 @@ def batch_generate(
         raise ValueError(
             f"{len(prompt_caches)} prompt_caches for {len(prompts)} prompts"
         )
-    rows = []
+    rows, repeatable = [], False
     for index, (prompt, row_options) in enumerate(zip(prompts, per_row, strict=True)):
         limit = row_options.pop("max_tokens")
         if limit == 0 or limit < -1:
@@ -141,8 +146,12 @@ def batch_generate(
                 adopt(prompt_caches[index]) if prompt_caches else None,
             )
         )
-        choice(target.vocab_size, **row_options)  # complain before anything runs
-    head = model.mtp if mtp and num_draft_tokens else None
+        rule, _ = choice(target.vocab_size, **row_options)  # complain before it runs
+        repeatable = repeatable or needs_repeating(rule, row_options)
+    head = model.mtp if mtp and num_draft_tokens != 0 else None
+    memory = memory_of(model) if head and num_draft_tokens == AUTO else None
+    if memory is not None:
+        num_draft_tokens = memory.begin(repeatable=repeatable)
     batch = _Batch(
         target,
         head,
@@ -154,6 +163,8 @@ def batch_generate(
     )
     with wired_limit(model, [generation_stream]):
         stats = batch.run(rows, completion_batch_size, verbose)
+    if memory is not None:
+        memory.end(num_draft_tokens)
     if verbose:
         print(
             f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, "
@@ -192,7 +203,7 @@ class _Batch:
         target: Any,
         head: nn.Module | None,
         tokenizer: TokenizerWrapper,
-        num_draft_tokens: int,
+        num_draft_tokens: int | Controller,
         prefill_step_size: int,
         keep_caches: bool,
         keep_logprobs: bool,
@@ -238,7 +249,7 @@ class _Batch:
             prefill_step_size=self.prefill_step_size,
             stream=generation_stream,
         )
-        loop.members = (first.index,)
+        loop.rows.members = (first.index,)
         running = {first.index: first}
         self._fill(loop, running, waiting, size)
         for number, result in enumerate(loop):

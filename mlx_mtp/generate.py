@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .draft_memory import NumDraftTokens
 from .generate_step import (
     KV_GROUP_SIZE,
     MAX_TOKENS,
@@ -46,7 +47,7 @@ def stream_generate(
     *,
     max_tokens: int = MAX_TOKENS,
     mtp: bool = True,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = NUM_DRAFT_TOKENS,
     stop: str | Sequence[str] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
@@ -64,7 +65,8 @@ def stream_generate(
         prompt: text, or token ids as a list or 1-D array.
         max_tokens: tokens to generate; -1 for no limit. Default: 256.
         mtp: draft with the model's MTP head. Default: ``True``.
-        num_draft_tokens: drafts per round, 0 to 8. Default: 2.
+        num_draft_tokens: drafts per round, 0 to 8; ``"auto"`` chooses round by round.
+            Default: ``"auto"``.
         stop: strings that end the text; neither they nor what follows is shown.
         prefill_step_size: prompt tokens per prefill chunk. Default: 2048.
         prompt_progress_callback: called with the prompt tokens done and in all.

@@ -11,10 +11,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cache_file import cache_file, load_cache, save_cache
 from .cli import one_line, run
+from .draft_memory import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens
 from .generate import stream_generate
 from .generate_step import (
     KV_GROUP_SIZE,
-    MAX_DRAFT_TOKENS,
     MAX_TOKENS,
     NUM_DRAFT_TOKENS,
     PREFILL_STEP_SIZE,
@@ -29,12 +29,13 @@ from .sampling import ACCEPTANCE, SamplingParams
 ANSWER = "⟦answer⟧"  # stands for an answer while the template is read
 
 
-def num_draft_tokens(text: str) -> int:
+def num_draft_tokens(text: str) -> NumDraftTokens:
     try:
-        return check_num_draft_tokens(int(text))
+        return text if text == AUTO else check_num_draft_tokens(int(text))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"must be a whole number from 0 to {MAX_DRAFT_TOKENS}, not {text}"
+            f"must be a whole number from 0 to {MAX_DRAFT_TOKENS}, or {AUTO}, not "
+            f"{text}"
         ) from None
 
 
@@ -96,8 +97,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         type=num_draft_tokens,
         default=NUM_DRAFT_TOKENS,
         metavar="K",
-        help=f"drafts per round with MTP, 0 to {MAX_DRAFT_TOKENS} (default: "
-        "%(default)s)",
+        help=f"drafts per round with MTP, 0 to {MAX_DRAFT_TOKENS}; {AUTO} chooses the "
+        "fastest, round by round (default: %(default)s)",
     )
     parser.add_argument(
         "--max-tokens",

@@ -2,7 +2,14 @@
 
 import contextlib
 import numbers
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -11,21 +18,21 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from .draft_memory import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens, memory_of
 from .models import family_of
 from .models.target import Target
 from .prompt_cache import PromptCache, adopt, give_back
 from .sampling import ChoiceOptions, choice
-from .speculative.cache import MAX_BLOCK
+from .speculative.controller import Controller, FixedLength
 from .speculative.loop import Loop
 from .speculative.processors import Processors
 from .speculative.quantized_cache import kv_quantization
 from .speculative.round import Engine
-from .speculative.rules import Called
+from .speculative.rules import Called, Rejection, Rule
 from .speculative.stats import SpeculationStats
 
 MAX_TOKENS = 256
-NUM_DRAFT_TOKENS = 2
-MAX_DRAFT_TOKENS = MAX_BLOCK - 1
+NUM_DRAFT_TOKENS: NumDraftTokens = AUTO
 PREFILL_STEP_SIZE = 2048
 KV_GROUP_SIZE = 64
 QUANTIZED_KV_START = 5000
@@ -43,10 +50,13 @@ class Step:
     stats: SpeculationStats
 
 
-def check_num_draft_tokens(value: int) -> int:
+def check_num_draft_tokens(value: NumDraftTokens) -> NumDraftTokens:
+    if value == AUTO:
+        return value
     if not isinstance(value, numbers.Integral) or not 0 <= value <= MAX_DRAFT_TOKENS:
         raise ValueError(
-            f"num_draft_tokens must be 0 to {MAX_DRAFT_TOKENS}, not {value!r}"
+            f"num_draft_tokens must be 0 to {MAX_DRAFT_TOKENS} or {AUTO!r}, not "
+            f"{value!r}"
         )
     return value
 
@@ -85,7 +95,7 @@ def steps(
     model: nn.Module,
     *,
     mtp: bool,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = NUM_DRAFT_TOKENS,
     max_tokens: int = MAX_TOKENS,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
@@ -122,7 +132,10 @@ def steps(
     quantization = kv_quantization(
         kv_bits, kv_group_size, quantized_kv_start, target.head_dim
     )
-    drafting = mtp and num_draft_tokens > 0
+    drafting = mtp and num_draft_tokens != 0
+    memory = memory_of(model) if drafting and num_draft_tokens == AUTO else None
+    if memory is not None:
+        num_draft_tokens = memory.begin(repeatable=needs_repeating(rule, options))
     cache = None if prompt_cache is None else adopt(prompt_cache)
     if cache is not None and len(cache) != len(model.layers):
         raise ValueError(
@@ -142,9 +155,13 @@ def steps(
         stream=generation_stream,
         progress=prompt_progress_callback,
     )
+    ends = []
+    if memory is not None:
+        ends.append(partial(memory.end, num_draft_tokens))
     if cache is None:
-        return _emit(loop, max_tokens)
-    iterator = _emit(loop, max_tokens, partial(_keep, loop, cache, prompt_cache))
+        return _emit(loop, max_tokens, ends)
+    ends.append(partial(_keep, loop, cache, prompt_cache))
+    iterator = _emit(loop, max_tokens, ends)
     cache.lend(iterator)
     return iterator
 
@@ -182,6 +199,21 @@ def extend_prompt_cache(
         _keep(loop, prompt_cache, prompt_cache)
 
 
+def needs_repeating(rule: Rule, options: Mapping[str, Any]) -> bool:
+    """Whether a seed was given and the text for it depends on the numbers of drafts."""
+    return isinstance(rule, Rejection) and options.get("seed") is not None
+
+
+def stats_for(controller: Controller | FixedLength) -> SpeculationStats:
+    """Counters before the first round; those of a fixed K show its positions."""
+    zeros = ()
+    if isinstance(controller, FixedLength):
+        zeros = (0,) * controller.num_draft_tokens
+    return SpeculationStats(
+        num_accepted_tokens_per_pos=zeros, num_draft_tokens_per_pos=zeros
+    )
+
+
 def _keep(loop: Loop, cache: PromptCache, given: list[Any]) -> None:
     """Leave prompt and output in the caller's cache."""
     cache.tokens += loop.finish()
@@ -195,14 +227,13 @@ def _keep(loop: Loop, cache: PromptCache, given: list[Any]) -> None:
 
 
 def _emit(
-    loop: Loop, max_tokens: int, keep: Callable[[], None] = lambda: None
+    loop: Loop, max_tokens: int, ends: Sequence[Callable[[], None]]
 ) -> Generator[Step, None, None]:
     """The rounds of a single row, token by token, cut at ``max_tokens``.
 
-    However it ends, ``keep`` is called.
+    However it ends, ``ends`` are called.
     """
-    zeros = (0,) * loop.num_draft_tokens
-    stats, count = SpeculationStats(num_accepted_tokens_per_pos=zeros), 0
+    stats, count = stats_for(loop.controller), 0
     if max_tokens == 0:
         return
     try:
@@ -220,14 +251,15 @@ def _emit(
                 if count == max_tokens:
                     return
     finally:
-        keep()
+        for end in ends:
+            end()
 
 
 def mtp_generate_step(
     prompt: Sequence[int] | mx.array,
     model: nn.Module,
     *,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    num_draft_tokens: NumDraftTokens = NUM_DRAFT_TOKENS,
     max_tokens: int = MAX_TOKENS,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
@@ -245,7 +277,11 @@ def mtp_generate_step(
     Args:
         prompt: token ids, a list or a 1-D array.
         model: from :func:`mlx_mtp.load`, with a head.
-        num_draft_tokens: drafts per round, 0 to 8; 0 decodes plainly. Default: 2.
+        num_draft_tokens: drafts per round, 0 to 8; 0 decodes plainly. ``"auto"``
+            chooses, round by round, what is expected to be fastest. With ``seed`` and
+            the rules under which the text for it depends on K, it goes by acceptance
+            alone, so that the text does not depend on the machine's speed. Default:
+            ``"auto"``.
         max_tokens: tokens to yield; -1 for no limit. Default: 256.
         prefill_step_size: prompt tokens per prefill chunk. Default: 2048.
         prompt_progress_callback: called with the prompt tokens done and in all.

@@ -41,11 +41,15 @@ def print_stream(responses: Iterable[GenerationResponse], *, mtp: bool) -> str:
 
 
 def acceptance_line(stats: SpeculationStats) -> str:
-    per_position = stats.num_accepted_tokens_per_pos
-    line = f"MTP: K = {len(per_position)}, "
+    drafted = stats.num_draft_tokens_per_pos
+    line = f"MTP: K = {len(drafted)}, "
+    if len(set(drafted)) > 1:  # chosen round by round
+        mean = stats.num_draft_tokens / stats.num_drafts
+        line = f"MTP: K up to {len(drafted)}, {mean:.1f} on average, "
     if stats.num_drafts == 0:
         return line + "no drafts"
-    rates = ", ".join(f"{count / stats.num_drafts:.2f}" for count in per_position)
+    pairs = zip(stats.num_accepted_tokens_per_pos, drafted, strict=True)
+    rates = ", ".join(f"{accepted / count:.2f}" for accepted, count in pairs)
     return line + (
         f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted "
         f"(rate {stats.acceptance_rate:.3f}; by position {rates}), "

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import isolated  # noqa: F401  (first: it moves folders)
 import mlx.core as mx
 import pytest
 from checkpoints import END, build, chain

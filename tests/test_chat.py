@@ -259,7 +259,7 @@ class TestErrors:
             main(["--num-draft-tokens", "9"])
         assert ended.value.code == 2
         err = session.capsys.readouterr().err
-        assert "0 to 8, not 9" in err.splitlines()[-1]
+        assert "0 to 8, or auto, not 9" in err.splitlines()[-1]
 
 
 def test_process(path):

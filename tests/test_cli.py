@@ -17,10 +17,12 @@ from mlx_mtp.generate_cli import main, parse, prompt_of
 
 ROOT = Path(__file__).parent.parent
 RAW_PROMPT = ["--prompt", "Q", "--ignore-chat-template"]
+TWO_DRAFTS = ["--num-draft-tokens", "2"]
 FIELDS = {
     *("text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens"),
     *("prompt_tps", "generation_tps", "peak_memory", "mtp", "k", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
+    "num_draft_tokens_per_pos",
     *("acceptance_rate", "mean_acceptance_length", "cached_tokens"),
 }
 SPEED_LINES = [
@@ -61,7 +63,7 @@ class TestText:
         check_lines(lines, [rule, TEXT, rule, *SPEED_LINES])
 
     def test_with_mtp(self, command):
-        *lines, last = command(*RAW_PROMPT, "--mtp").splitlines()
+        *lines, last = command(*RAW_PROMPT, "--mtp", *TWO_DRAFTS).splitlines()
         check_lines(lines[3:], SPEED_LINES)
         assert lines[1] == TEXT
         assert last == (
@@ -70,7 +72,12 @@ class TestText:
         )
 
     @pytest.mark.parametrize(
-        ("options", "k"), [(["--max-tokens", "1"], 2), (["--num-draft-tokens", "0"], 0)]
+        ("options", "k"),
+        [
+            ([*TWO_DRAFTS, "--max-tokens", "1"], 2),
+            (["--num-draft-tokens", "0"], 0),
+            (["--max-tokens", "1"], 0),
+        ],
     )
     def test_mtp_without_a_draft(self, command, options, k):
         last = command(*RAW_PROMPT, "--mtp", *options).splitlines()[-1]
@@ -85,13 +92,14 @@ class TestText:
 
         recorder = Recorder()
         monkeypatch.setattr(sys, "stdout", recorder)
-        main(["--model", str(oracle_dir), *RAW_PROMPT, "--mtp"])
+        main(["--model", str(oracle_dir), *RAW_PROMPT, "--mtp", *TWO_DRAFTS])
         texts = [text.removeprefix("=" * 10 + "\n") for text in recorder.flushed]
         for begun in ("a", "aé", "aé🙂", "aé🙂b"):
             assert begun in texts
 
     def test_verbose_generate_prints_the_same(self, capsys, oracle_dir):
-        mlx_mtp.generate(*mlx_mtp.load(oracle_dir), "Q", verbose=True)
+        loaded = mlx_mtp.load(oracle_dir)
+        mlx_mtp.generate(*loaded, "Q", verbose=True, num_draft_tokens=2)
         lines = capsys.readouterr().out.splitlines()
         assert lines[1] == TEXT
         assert lines[-1].startswith("MTP: K = 2, 6 of 6 drafts accepted")

@@ -76,7 +76,8 @@ def drive(
         ]
         seconds = (costs(length) if callable(costs) else costs)[k]
         seconds *= unit(r) if callable(unit) else unit
-        chooser.observe(accepted, seconds * rng.lognormvariate(0, noise))
+        seconds_read = seconds * rng.lognormvariate(0, noise)
+        chooser.observe(k, accepted, length, seconds_read)
         run.ks.append(k)
         run.tokens.append(1 + sum(accepted) / rows)
         run.seconds.append(seconds)
@@ -159,17 +160,6 @@ def drafting_is_never_tried_again(monkeypatch):
     monkeypatch.setattr(controller, "FIRST_PAUSE", 10**9)
 
 
-def outcomes_belong_to_the_newest_round(monkeypatch):
-    """Off by one: what is read is counted for the round that has just been decided."""
-    right = Controller.observe
-
-    def wrong(self, accepted, seconds):
-        self._decided.rotate(1)
-        right(self, accepted, seconds)
-
-    monkeypatch.setattr(Controller, "observe", wrong)
-
-
 def costs_are_not_learned(monkeypatch):
     monkeypatch.setattr(RoundCosts, "add", lambda self, k, seconds: None)
     monkeypatch.setattr(RoundCosts, "ready", True)
@@ -215,12 +205,9 @@ def check_what_is_counted(monkeypatch):
     assert got[1] == pytest.approx(0.95, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    "plant", [outcomes_belong_to_the_newest_round, acceptance_is_not_conditional]
-)
-def test_faults_in_what_is_counted(monkeypatch, plant):
+def test_positions_are_counted_each_by_itself(monkeypatch):
     check_what_is_counted(monkeypatch)
-    plant(monkeypatch)
+    acceptance_is_not_conditional(monkeypatch)
     with pytest.raises(AssertionError):
         check_what_is_counted(monkeypatch)
 
@@ -273,7 +260,7 @@ def test_rounds_without_a_time_still_count_drafts():
     chooser.choose(1, 10, MOST)
     for _ in range(50):
         chooser.choose(1, 10, MOST)
-        chooser.observe([0], None)
+        chooser.observe(0, [0], 10, None)
     assert not chooser.costs.at(1, 10).ready
     assert chooser.choose(1, 10, MOST) == 0
 
@@ -314,3 +301,21 @@ def test_damaged_costs_are_refused(damage):
     damage(next(iter(saved.values())))
     with pytest.raises((ValueError, KeyError, TypeError)):
         CostTable.from_dict(saved, MOST)
+
+
+def test_repeatable_without_times():
+    """Times change nothing, and drafting goes by acceptance."""
+
+    def run(unit):
+        chooser = Controller(CostTable.assumed(MOST), timed=False)
+        rng, ks = random.Random(3), []
+        for r in range(120):
+            ks.append(chooser.choose(1, 50 + 2 * r, MOST))
+            profile = chain(HIGH if r < 60 else NONE, ks[-1])
+            n = next((i for i, p in enumerate(profile) if rng.random() >= p), ks[-1])
+            chooser.observe(ks[-1], [n], 50 + 2 * r, unit * (1 + ks[-1]))
+        return ks
+
+    assert run(1.0) == run(7.0)
+    assert min(run(1.0)[10:60]) > 1
+    assert sum(run(1.0)[80:]) < 40

@@ -97,10 +97,10 @@ def test_steps_take_no_text(loaded):
 
 
 WRONG_OPTIONS = [
-    ({"num_draft_tokens": -1}, "num_draft_tokens must be 0 to 8, not -1"),
-    ({"num_draft_tokens": 9}, "num_draft_tokens must be 0 to 8, not 9"),
-    ({"num_draft_tokens": 2.5}, "num_draft_tokens must be 0 to 8, not 2.5"),
-    ({"num_draft_tokens": "2"}, "num_draft_tokens must be 0 to 8, not '2'"),
+    ({"num_draft_tokens": -1}, "num_draft_tokens must be 0 to 8 or 'auto', not -1"),
+    ({"num_draft_tokens": 9}, "num_draft_tokens must be 0 to 8 or 'auto', not 9"),
+    ({"num_draft_tokens": 2.5}, "num_draft_tokens must be 0 to 8 or 'auto', not 2.5"),
+    ({"num_draft_tokens": "2"}, "num_draft_tokens must be 0 to 8 or 'auto', not '2'"),
     ({"max_tokens": -2}, "max_tokens must be -1 (no limit) or a whole number, not -2"),
     ({"prefill_step_size": 0}, "prefill_step_size must be 1 or more, not 0"),
 ]

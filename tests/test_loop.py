@@ -75,7 +75,7 @@ def test_a_round_reads_nothing(model, k):
         tokens=mx.array(first.tokens),
         kept=mx.array([1]),
         logprobs=first.logprobs,
-        hidden=mx.zeros((1, 1, engine.target.text.args.hidden_size)),
+        hidden=mx.zeros((1, 1, engine.target.model.args.hidden_size)),
         position=mx.array([len(PROMPT)]),
     )
     traced = mx.compile(lambda *arrays: engine.round(Block(*arrays), k))

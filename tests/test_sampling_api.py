@@ -55,11 +55,12 @@ def test_seeds(random_loaded, acceptance, mtp):
 
 
 def test_no_seed_follows_the_global_one(random_loaded):
+    options = {"temp": 1.0, "num_draft_tokens": 2}
     mx.random.seed(4)
-    first, second = (tokens_of(random_loaded, temp=1.0) for _ in range(2))
+    first, second = (tokens_of(random_loaded, **options) for _ in range(2))
     assert first != second
     mx.random.seed(4)
-    assert tokens_of(random_loaded, temp=1.0) == first
+    assert tokens_of(random_loaded, **options) == first
 
 
 def test_greedy_draws_nothing(random_loaded):

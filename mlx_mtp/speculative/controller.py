@@ -10,7 +10,6 @@ decided on before the round before it has been read, so decisions lag by one rou
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from .costs import CostTable, RoundCosts
@@ -30,6 +29,7 @@ FADE = 0.995  # per round, of what is known of positions that are not drafted
 # rounds, after twice as many the next time, and so on.
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 128
+DELAY = 3  # rounds after which a round decided on has been read or was discarded
 LEAST_GAIN = 1.03  # what is estimated to gain less may well lose
 SUCCESS = 8  # rounds of drafting after which the pauses start anew
 CARRIED_WEIGHT = 6.0  # of what an earlier text says about a new one
@@ -75,8 +75,10 @@ class FixedLength:
     def choose(self, rows: int, length: int, most: int) -> int:
         return self.num_draft_tokens
 
-    def observe(self, accepted: Sequence[int], seconds: float | None) -> None:
-        pass
+    def observe(
+        self, k: int, accepted: Sequence[int], length: int, seconds: float | None
+    ) -> None:
+        """Nothing is learned."""
 
 
 class Controller:
@@ -85,15 +87,21 @@ class Controller:
     Args:
         costs: of this model on this machine, updated in place.
         before: the controller of an earlier text, whose acceptance is a first guess.
+        timed: learn costs. Without, K is a function of the text alone.
     """
 
-    def __init__(self, costs: CostTable, before: "Controller | None" = None):
-        self.costs = costs
+    def __init__(
+        self,
+        costs: CostTable,
+        before: "Controller | None" = None,
+        *,
+        timed: bool = True,
+    ):
+        self.costs, self.timed = costs, timed
         self.acceptance = [Acceptance() for _ in range(costs.max_drafts)]
-        self._decided: deque[tuple[int, RoundCosts]] = deque()
         # Rounds without a draft in a row, rounds to wait for, rounds since drafting was
-        # tried again, and whether the outcome of that try is still to come.
-        self._idle, self._pause, self._tried, self._trial = 0, FIRST_PAUSE, 0, False
+        # tried again, and rounds within which the outcome of that try must come.
+        self._idle, self._pause, self._tried, self._awaited = 0, FIRST_PAUSE, 0, 0
         self._rounds = 0
         if before is not None:
             for new, old in zip(self.acceptance, before.acceptance, strict=True):
@@ -109,22 +117,21 @@ class Controller:
             length: positions in the caches.
             most: drafts that can still be of use.
         """
-        costs = self.costs.at(rows, length)
-        k = self._pick(costs)
-        k = max(0, min(k, most))
-        self._decided.append((k, costs))
-        return k
+        return max(0, min(self._pick(self.costs.at(rows, length)), most))
 
-    def observe(self, accepted: Sequence[int], seconds: float | None) -> None:
-        """What came of the oldest round not yet observed.
+    def observe(
+        self, k: int, accepted: Sequence[int], length: int, seconds: float | None
+    ) -> None:
+        """What came of a round.
 
         Args:
+            k: drafts per row.
             accepted: drafts that stood, per row.
+            length: positions in the caches.
             seconds: the round took; None where that is not known.
         """
-        k, costs = self._decided.popleft()
-        if seconds is not None:
-            costs.add(k, seconds)
+        if seconds is not None and self.timed:
+            self.costs.at(len(accepted), length).add(k, seconds)
         for position, rate in enumerate(self.acceptance):
             if position < k:
                 judged = sum(n >= position for n in accepted)
@@ -132,8 +139,9 @@ class Controller:
             elif k:
                 rate.fade()
         self._idle = 0 if k else self._idle + 1
+        self._awaited = max(self._awaited - 1, 0)
         if k:
-            self._trial = False
+            self._awaited = 0
             self._tried += 1
             if self._tried == SUCCESS:
                 self._pause = FIRST_PAUSE
@@ -158,8 +166,8 @@ class Controller:
         self._rounds += 1
         if not costs.ready:
             return 0
-        if self._trial:
-            return 0  # its outcome is not known yet
+        if self._awaited:
+            return 0  # the outcome of a try is not known yet
         best = self._best(costs)
         if best == 0:
             return self._try_again()
@@ -172,7 +180,7 @@ class Controller:
         """One draft now and then where none pays, with a new mind about the first."""
         if self._idle < self._pause:
             return 0
-        self._trial, self._idle, self._tried = True, 0, 0
+        self._awaited, self._idle, self._tried = DELAY, 0, 0
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.acceptance = [Acceptance() for _ in self.acceptance]
         return 1

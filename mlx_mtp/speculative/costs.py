@@ -153,6 +153,16 @@ class CostTable:
             )
         return self.by_place[place]
 
+    @classmethod
+    def assumed(cls, max_drafts: int) -> "CostTable":
+        """Costs as they may be anywhere: each draft adds the same share."""
+        costs = RoundCosts(max_drafts)
+        costs.log_ratio = [math.log(costs.ratio(k)) for k in range(max_drafts + 1)]
+        costs.seen = [1] * (max_drafts + 1)
+        new = cls(max_drafts)
+        new.by_place[1, 0] = costs
+        return new
+
     def as_dict(self) -> dict:
         return {f"{b} {n}": costs.as_dict() for (b, n), costs in self.by_place.items()}
 

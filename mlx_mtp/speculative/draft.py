@@ -7,6 +7,9 @@ import mlx.core as mx
 
 from .accept import pick
 
+# Positions of plain rounds that may wait for the head, which then sees them together.
+MOST_WAITING = 16
+
 # (head logits [B, 1, V], index of the draft) -> token [B, 1], its probabilities or None
 Choose = Callable[[mx.array, int], tuple[mx.array, mx.array | None]]
 
@@ -27,17 +30,25 @@ def no_drafts(batch_size: int) -> Drafts:
     return Drafts(mx.zeros((batch_size, 0), mx.int32))
 
 
+class DrafterSnapshot(NamedTuple):
+    cache: Any
+    waiting: tuple[tuple[mx.array, mx.array], ...]
+
+
 class Drafter:
     """Head and head cache.
 
     The cache holds only rows made from the target's hidden states, one for every
-    position the target has kept, except the last block, which the next ``draft`` adds.
+    position the target has kept, except the last block, which the next ``draft`` adds,
+    and ``waiting``: positions of plain rounds, (next token [B, 1], hidden [B, 1, H]).
     Rows made from the head's own output lie past ``offset`` and are overwritten.
     """
 
     def __init__(self, head: Any, target: Any, batch_size: int, cache: Any = None):
         self.head, self.target = head, target
         self.cache = head.make_cache(batch_size) if cache is None else cache
+        self.waiting: tuple[tuple[mx.array, mx.array], ...] = ()
+        self.due = False  # rows were added that no draft will evaluate
 
     def embed(self, tokens: mx.array) -> mx.array:
         """[B, T] -> [B, T, H], of the head's own embedding if it has one."""
@@ -52,6 +63,7 @@ class Drafter:
             next_tokens: [B, T], the token after each position; hidden: [B, T, H];
             lengths: [B], how many of the T are real; None for all
         """
+        self.flush()
         if lengths is not None:
             self.cache.prepare(lengths)
         self.head(self.embed(next_tokens), hidden, self.cache)
@@ -68,9 +80,17 @@ class Drafter:
     ) -> Drafts:
         """Add the last block, then draft behind its last kept position.
 
+        Without drafts, a block of one position may wait.
+
         Shapes:
             next_tokens: [B, T]; hidden: [B, T, H]; kept: [B], how many of the T stand
         """
+        if num_draft_tokens == 0:
+            self._pass_by(next_tokens, hidden, kept)
+            return no_drafts(next_tokens.shape[0])
+        next_tokens, hidden = self._with_waiting(next_tokens, hidden)
+        kept = kept + len(self.waiting)
+        self.waiting = ()
         states = self.head(self.embed(next_tokens), hidden, self.cache)
         self.cache.keep(kept)
         offset, limit = self.cache.offset, self.cache.limit
@@ -82,9 +102,57 @@ class Drafter:
             drafts.append(token)
             probs.append(token_probs)
         self.cache.rewind(offset, limit)
-        if not drafts:
-            return no_drafts(next_tokens.shape[0])
         return Drafts(
             mx.concatenate(drafts, axis=1),
             None if probs[0] is None else mx.concatenate(probs, axis=1),
         )
+
+    def _pass_by(self, next_tokens: mx.array, hidden: mx.array, kept: mx.array) -> None:
+        if next_tokens.shape[1] > 1:
+            self.prime(next_tokens, hidden, None)
+            self.cache.keep(kept)
+            self.due = True
+            return
+        self.waiting += ((next_tokens, hidden),)
+        if len(self.waiting) == MOST_WAITING:
+            self.flush()
+
+    def _with_waiting(self, *last: mx.array) -> tuple[mx.array, mx.array]:
+        pairs = (*self.waiting, *([last] if last else []))
+        next_tokens, hidden = zip(*pairs, strict=True)
+        return mx.concatenate(next_tokens, axis=1), mx.concatenate(hidden, axis=1)
+
+    def flush(self) -> None:
+        """Show the head what waits."""
+        if self.waiting:
+            next_tokens, hidden = self._with_waiting()
+            self.waiting = ()
+            self.head(self.embed(next_tokens), hidden, self.cache)
+            self.due = True
+
+    def snapshot(self) -> DrafterSnapshot:
+        return DrafterSnapshot(self.cache.snapshot(), self.waiting)
+
+    def restore(self, snapshot: DrafterSnapshot) -> None:
+        self.cache.restore(snapshot.cache)
+        self.waiting = snapshot.waiting
+
+    def filter(self, rows: mx.array) -> None:
+        self.cache.filter(rows)
+        self.waiting = tuple((t[rows], h[rows]) for t, h in self.waiting)
+
+    def extend(self, other: "Drafter") -> None:
+        self.flush()
+        other.flush()
+        self.cache.extend(other.cache)
+
+    def extract(self, snapshot: DrafterSnapshot, row: int) -> "Drafter":
+        """Row ``row`` as ``snapshot`` knew it."""
+        cache, one = self.cache.extract(snapshot.cache, row, None), slice(row, row + 1)
+        new = Drafter(self.head, self.target, 1, cache)
+        new.waiting = tuple((t[one], h[one]) for t, h in snapshot.waiting)
+        return new
+
+    def commit(self) -> None:
+        self.flush()
+        self.cache.commit()

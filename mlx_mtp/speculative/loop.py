@@ -4,25 +4,33 @@ A round's graph needs no value of the round before it on the host. So it is buil
 that round runs, and handed to the device before the round is read (``depth`` 1) or the
 moment it has been read (``depth`` 0). Logits processors need each round's tokens on the
 host before the next can be built: then the loop waits.
+
+The loop times the rounds and tells the controller, if there is one, what each has
+brought; it knows nothing of what the controller makes of it.
 """
 
+import contextlib
 import itertools
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from .cache import MAX_BLOCK
+from .controller import Controller, FixedLength
 from .prefill import Progress, prefill
-from .processors import Processors
 from .ranges import arange
 from .round import Block, Engine
-from .rules import PerRow, Rule, rule_of_row
+from .rows import Joining, Rows
 
 # A round in flight keeps the KV buffers from being written in place, so a second one
 # copies them. Above this size the copy costs more than the launch latency it hides.
 PIPELINE_KV_BYTES = 8 << 20
 CLEAR_CACHE_ROUNDS = 256
+# A caller that holds a round for longer than this share of it hides the device's time.
+MOST_HELD = 0.5
 
 
 class ReadRound(NamedTuple):
@@ -84,26 +92,36 @@ class Prefilled(NamedTuple):
     done: int
 
 
-def choices_of(engine: Engine) -> list[tuple[Rule, Processors | None]]:
-    """How the tokens of each row are chosen."""
-    processors = engine.processors or [None] * engine.batch_size
-    return [(rule_of_row(engine.rule, b), row) for b, row in enumerate(processors)]
+class Clock:
+    """Seconds from round to round, as far as the device's time shows in them."""
 
+    def __init__(self) -> None:
+        self._start: float | None = None
+        self._held = 0.0
 
-class Joining(NamedTuple):
-    """A row that has had its prefill and joins a running batch.
+    def tick(self) -> float | None:
+        """A round has been read: seconds since the one before, None if not known."""
+        now = time.perf_counter()
+        start, held = self._start, self._held
+        self._start, self._held = now, 0.0
+        if start is None or held > MOST_HELD * (now - start):
+            return None
+        return now - start
 
-    Args:
-        member: its name.
-        engine: of this row alone; its caches are taken over.
-        block: its first block.
-        length: of its prompt.
-    """
+    def forget(self) -> None:
+        """The round in flight was not begun behind the one read last."""
+        self._start = None
 
-    member: int
-    engine: Engine
-    block: Block
-    length: int
+    @contextlib.contextmanager
+    def held(self, idle: bool) -> Iterator[None]:
+        """The caller has the round; with ``idle`` nothing runs meanwhile."""
+        begin = time.perf_counter()
+        yield
+        spent = time.perf_counter() - begin
+        if idle and self._start is not None:
+            self._start += spent
+        else:
+            self._held = spent
 
 
 class Loop:
@@ -112,7 +130,7 @@ class Loop:
     Args:
         engine: whose caches hold the same number of positions in every row.
         prompts: token ids per row.
-        num_draft_tokens: K of every round, 0 to 8.
+        num_draft_tokens: K of every round, 0 to 8, or who chooses it.
         max_tokens: no round is started that could only emit tokens past this many per
             row; -1 for no limit. The last round may pass it.
         prefill_step_size: prompt tokens per chunk.
@@ -126,7 +144,7 @@ class Loop:
         engine: Engine,
         prompts: Sequence[Sequence[int]],
         *,
-        num_draft_tokens: int,
+        num_draft_tokens: int | Controller,
         max_tokens: int,
         prefill_step_size: int,
         stream: mx.Stream | mx.ThreadLocalStream,
@@ -134,16 +152,12 @@ class Loop:
         progress: Progress | None = None,
     ):
         self.engine, self.prompts = engine, prompts
-        self.num_draft_tokens, self.max_tokens = num_draft_tokens, max_tokens
+        self.controller, self.max_tokens = num_draft_tokens, max_tokens
+        if not isinstance(num_draft_tokens, Controller):
+            self.controller = FixedLength(num_draft_tokens)
         self.prefill_step_size, self.progress = prefill_step_size, progress
         self.stream, self.depth = stream, depth
-        # Per row: positions in the target's caches and tokens emitted, of rounds read.
-        self.known = [engine.length + len(prompt) - 1 for prompt in prompts]
-        self.emitted = [0] * len(prompts)
-        self.members = tuple(range(len(prompts)))
-        self._leaving: set[int] = set()
-        self._joining: list[Joining] = []
-        self._choices = choices_of(engine)
+        self.rows = Rows(engine, list(map(len, prompts)))
         self._given: Given | None = None
         self._ids: list[int] = []  # emitted, of a single row
         self._prefilled: Prefilled | None = None
@@ -158,32 +172,39 @@ class Loop:
                 self._checkpoint,
             )
             packed = self._enqueue(block)
+        clock = Clock()
         for count in itertools.count(1):
             waits = self.engine.processors is not None
             with mx.stream(self.stream):
-                if self._leaving or self._joining:
-                    block = self._join(self._leave(block))
+                if self.rows.changing:
+                    block = self.rows.join(self.rows.leave(block))
                     waits = self.engine.processors is not None
                     packed = self._enqueue(block)
+                    clock.forget()
                 # Exact where it matters, see ``KVQuantization.drafts_within``.
-                self.engine.quantize(max(self.known) + block.width)
+                self.engine.quantize(max(self.rows.known) + block.width)
                 snapshot = self.engine.snapshot()
-                following = None if waits else self._build(block, max(self.known))
+                before = max(self.rows.known)
+                following = None if waits else self._build(block, before)
                 ahead = self._runs_ahead()
                 next_packed = self._enqueue(following) if ahead else None
-                rows = read(packed)
+                values = read(packed)
+                seconds = clock.tick()
                 if not ahead:
                     next_packed = self._enqueue(following)
-            before = max(self.known)
             if count == 1:
                 self._report_prompt()
-            yield self._account(rows, block, snapshot)
+                seconds = None  # the prompt's time
+            self._observe(values, block, seconds)
+            result = self._account(values, block, snapshot)
+            with clock.held(waits):
+                yield result
             if waits:  # the caller wants more, so processors may see more
                 with mx.stream(self.stream):
-                    block = self._leave(block)
+                    block = self.rows.leave(block)
                     following = block and self._build(block, before, in_flight=0)
                     next_packed = self._enqueue(following)
-            if following is None and not self._joining:
+            if following is None and not self.rows.joining:
                 return
             block, packed = following, next_packed
             if count % CLEAR_CACHE_ROUNDS == 0:
@@ -196,52 +217,7 @@ class Loop:
 
         A round that is in flight goes on for the rows that stay.
         """
-        self._leaving |= set(leaving)
-        self._joining += joining
-
-    def _leave(self, block: Block | None) -> Block | None:
-        """The block without the leaving rows; None if no row is left."""
-        names, self._leaving, leaving = self.members, set(), self._leaving
-        if block is None or not leaving & set(names):
-            return block
-        stay = [b for b, name in enumerate(names) if name not in leaving]
-        self.members = tuple(names[b] for b in stay)
-        self.known = [self.known[b] for b in stay]
-        self.emitted = [self.emitted[b] for b in stay]
-        if not stay:
-            self._choices = []
-            return None
-        self._choices = [self._choices[b] for b in stay]
-        self.engine.filter(stay)
-        self._fit()
-        return block.filter(mx.array(stay))
-
-    def _join(self, block: Block | None) -> Block:
-        """The block with the joining rows behind."""
-        joining, self._joining = self._joining, []
-        for row in joining:
-            if self.members:
-                self.engine.extend(row.engine)
-                block = block.extend(row.block)
-            else:
-                self.engine.replace(row.engine)
-                block = row.block
-            self.members += (row.member,)
-            self.known.append(row.length - 1)
-            self.emitted.append(0)
-            self._choices += choices_of(row.engine)
-            self._fit()
-        return block
-
-    def _fit(self) -> None:
-        """Give the engine the rules and processors of its present rows."""
-        rules, processors = zip(*self._choices, strict=True)
-        self.engine.rule = rules[0] if len(set(rules)) == 1 else PerRow(rules)
-        nothing = Processors([], [0])
-        some = any(row is not None for row in processors)
-        self.engine.processors = (
-            [row or nothing for row in processors] if some else None
-        )
+        self.rows.change(leaving, joining)
 
     def extract(self, member: int, count: int) -> Engine:
         """A row of the last round yielded, left at ``count`` tokens of that round.
@@ -338,14 +314,28 @@ class Loop:
             in_flight: 1 if ``block`` has not been read: it emits one token at least.
         """
         enough = self.max_tokens - in_flight
-        if self.max_tokens >= 0 and min(self.emitted) >= enough:
+        needed = enough - min(self.rows.emitted)
+        if self.max_tokens >= 0 and needed <= 0:
             return None
         limit = before + block.width
         self.engine.bound(limit, block.width)
-        num_drafts = self.engine.quantization.drafts_within(
-            self.engine.cache, limit, self.num_draft_tokens
+        most = self.engine.quantization.drafts_within(
+            self.engine.cache, limit, MAX_BLOCK - 1
         )
-        return self.engine.round(block, num_drafts)
+        useful = most if self.max_tokens < 0 else min(most, needed - 1)
+        rows = len(self.rows.members)
+        chosen = self.controller.choose(rows, before, useful)
+        return self.engine.round(block, min(chosen, most))
+
+    def _observe(
+        self, values: list[list[int]], block: Block, seconds: float | None
+    ) -> None:
+        """Tell the controller what a round has brought; rows that just joined apart."""
+        pairs = zip(values, self.rows.emitted, strict=True)
+        accepted = [row[0] - 1 for row, emitted in pairs if emitted]
+        if accepted:
+            length = max(self.rows.known)
+            self.controller.observe(block.num_draft_tokens, accepted, length, seconds)
 
     def _runs_ahead(self) -> bool:
         if self.depth is not None:
@@ -361,7 +351,7 @@ class Loop:
         if block is None:
             return None
         packed = pack(block)
-        mx.async_eval(packed, block.logprobs)
+        mx.async_eval(packed, block.logprobs, *self.engine.due())
         return packed
 
     def _account(
@@ -374,10 +364,9 @@ class Loop:
                 "or a logits processor has banned every token"
             )
         tokens = [row[1 : 1 + row[0]] for row in rows]
-        for b, row in enumerate(tokens):
-            self.known[b] += len(row)
-            self.emitted[b] += len(row)
-        result = ReadRound(tokens, block.num_draft_tokens, block.logprobs, self.members)
+        self.rows.count(tokens)
+        members = self.rows.members
+        result = ReadRound(tokens, block.num_draft_tokens, block.logprobs, members)
         start = 0
         if self._given is not None and len(self.prompts) == 1:
             start = self._given.start + len(self._given.result.tokens[0])

@@ -123,6 +123,11 @@ class Engine:
         """The target's caches, then the head's."""
         return self.cache + ([self.drafter.cache] if self.drafter else [])
 
+    @property
+    def _parts(self) -> list[Any]:
+        """What rows are taken from and added to, and what is kept and put back."""
+        return self.cache + ([self.drafter] if self.drafter else [])
+
     def first(self, tokens: mx.array, position: mx.array) -> Block:
         """Run the prompts' last tokens [B, 1]: the block before the first round.
 
@@ -209,8 +214,7 @@ class Engine:
             history=History([cache.extract(s, row, kept) for cache, s in pairs]),
         )
         if self.drafter:
-            head = self.drafter.cache.extract(snapshot[-1], row, None)
-            new.drafter = Drafter(self.drafter.head, self.target, 1, head)
+            new.drafter = self.drafter.extract(snapshot[-1], row)
         new._settle(block.row(row), count, pending, 0)
         return new
 
@@ -265,21 +269,20 @@ class Engine:
 
     def filter(self, rows: list[int]) -> None:
         """Keep these rows of the caches; the rule must follow."""
-        for cache in self.caches:
-            cache.filter(mx.array(rows))
+        for part in self._parts:
+            part.filter(mx.array(rows))
         self.batch_size = len(rows)
 
     def extend(self, other: "Engine") -> None:
         """Append another engine's rows; the rule must follow."""
-        for ours, theirs in zip(self.caches, other.caches, strict=True):
+        for ours, theirs in zip(self._parts, other._parts, strict=True):
             ours.extend(theirs)
         self.batch_size += other.batch_size
 
     def replace(self, other: "Engine") -> None:
         """Take over another engine's rows in place of the own ones."""
         self.cache, self.batch_size = other.cache, other.batch_size
-        if self.drafter:
-            self.drafter.cache = other.drafter.cache
+        self.drafter = other.drafter
 
     def bound(self, limit: int, last_width: int) -> None:
         """Tell the KV caches the host's upper bound of their positions.
@@ -292,19 +295,29 @@ class Engine:
             if hasattr(cache, "limit"):
                 cache.limit = limit
         if self.drafter:
-            self.drafter.cache.limit = limit - last_width
+            unseen = last_width + len(self.drafter.waiting)
+            cache = self.drafter.cache
+            if cache.limit != limit - unseen:
+                cache.rewind(cache.offset, limit - unseen)
 
     def snapshot(self) -> list[Any]:
         """The state behind the last round, by reference."""
-        return [cache.snapshot() for cache in self.caches]
+        return [part.snapshot() for part in self._parts]
 
     def restore(self, snapshot: list[Any]) -> None:
-        for cache, state in zip(self.caches, snapshot, strict=True):
-            cache.restore(state)
+        for part, state in zip(self._parts, snapshot, strict=True):
+            part.restore(state)
 
     def commit(self) -> None:
-        for cache in self.caches:
-            cache.commit()
+        for part in self._parts:
+            part.commit()
+
+    def due(self) -> list[mx.array]:
+        """Arrays that no later round evaluates by itself: else a graph would grow."""
+        if self.drafter is None or not self.drafter.due:
+            return []
+        self.drafter.due = False
+        return self.drafter.cache.state
 
     @property
     def kv_nbytes(self) -> int:

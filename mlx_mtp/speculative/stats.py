@@ -14,12 +14,14 @@ class SpeculationStats:
         num_draft_tokens: tokens drafted.
         num_accepted_tokens: drafts that the target accepted.
         num_accepted_tokens_per_pos: the same by position in the draft.
+        num_draft_tokens_per_pos: tokens drafted by position in the draft.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
 
     @property
     def acceptance_rate(self) -> float:
@@ -37,17 +39,17 @@ class SpeculationStats:
         """The counters with one more round of one row."""
         if num_draft_tokens == 0:
             return self
-        size = max(num_draft_tokens, len(self.num_accepted_tokens_per_pos))
-        counts = list(self.num_accepted_tokens_per_pos)
-        counts += [0] * (size - len(counts))
-        for position in range(num_accepted):
-            counts[position] += 1
         return replace(
             self,
             num_drafts=self.num_drafts + 1,
             num_draft_tokens=self.num_draft_tokens + num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens + num_accepted,
-            num_accepted_tokens_per_pos=tuple(counts),
+            num_accepted_tokens_per_pos=_one_more(
+                self.num_accepted_tokens_per_pos, num_accepted, num_draft_tokens
+            ),
+            num_draft_tokens_per_pos=_one_more(
+                self.num_draft_tokens_per_pos, num_draft_tokens, num_draft_tokens
+            ),
         )
 
     def as_dict(self) -> dict[str, int | float | list[int]]:
@@ -57,6 +59,13 @@ class SpeculationStats:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "num_draft_tokens_per_pos": list(self.num_draft_tokens_per_pos),
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
         }
+
+
+def _one_more(counts: tuple[int, ...], first: int, size: int) -> tuple[int, ...]:
+    """Counts of at least ``size`` positions, the ``first`` ones higher by 1."""
+    padded = counts + (0,) * (size - len(counts))
+    return tuple(n + (i < first) for i, n in enumerate(padded))
