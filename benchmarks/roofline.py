@@ -31,7 +31,7 @@ def milliseconds(size: dict[str, int], launches: int, bandwidth: float) -> float
 
 
 def tokens(num_draft_tokens: int, acceptance: float) -> float:
-    """Of a round, on average, each draft being accepted so often behind accepted ones."""
+    """Of a round, on average; a draft behind accepted ones is accepted so often."""
     return sum(acceptance**i for i in range(num_draft_tokens + 1))
 
 
