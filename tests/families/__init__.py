@@ -22,6 +22,7 @@ from . import (
     longcat_flash,
     mimo,
     mimo_v2_flash,
+    nemotron_h,
     qwen3_5_moe,
     qwen3_next,
     step3p5,
@@ -95,6 +96,8 @@ FAMILIES = [
     _variant(longcat_flash, longcat_flash.LongcatFlashReference),
     _variant(mimo, mimo.MiMoReference),
     _variant(mimo_v2_flash, mimo_v2_flash.MiMoV2FlashReference),
+    _variant(nemotron_h, nemotron_h.NemotronHReference),
+    _variant(nemotron_h, nemotron_h.NemotronHReference, "nemotron_h_latent", latent=32),
     _variant(qwen3_5_moe, qwen3_5_moe.Qwen35MoeReference),
     _variant(
         qwen3_5_moe,

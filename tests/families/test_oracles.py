@@ -52,6 +52,16 @@ GENERIC = {
     },
     "qwen3_next": {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]},
 }
+# Families whose loading it does not know: the MTP layer alone.
+GENERIC_LAYER = [
+    "ernie4_5_moe",
+    "longcat_flash",
+    "mimo",
+    "mimo_v2_flash",
+    "nemotron_h",
+    "nemotron_h_latent",
+    "step3p5",
+]
 # Families whose target mlx_lm computes otherwise, and why.
 STOCK_DIFFERS = {
     "ernie4_5_moe": "it drops e_score_correction_bias",
@@ -207,9 +217,9 @@ def run_generic(generic, hidden, tokens):
     )
 
 
-@pytest.mark.parametrize("name", ["mimo", "mimo_v2_flash", "ernie4_5_moe", "step3p5"])
+@pytest.mark.parametrize("name", GENERIC_LAYER)
 def test_generic_layer(name, references, tokens):
-    """transformers' MTP layer for the families whose loading it does not know."""
+    """transformers' MTP layer around the reference's block."""
     reference = references(name)
     hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
     for part in getattr(reference, "modules", [reference]):
@@ -220,7 +230,7 @@ def test_generic_layer(name, references, tokens):
         want = Reference.head(part, hidden, tokens[:, 1:], **toggles).chain
         positions = torch.arange(1, LENGTH)[None]
         with torch.no_grad():
-            embedding = part.decoder.embed_tokens(tokens[:, 1:])
+            embedding = part.main_embedding(tokens[:, 1:])
             rotary = part.rotary(embedding, positions)
             mask = part.mask(LENGTH - 1)
             got = layer(embedding, hidden, rotary, mask, positions, None)
@@ -228,10 +238,11 @@ def test_generic_layer(name, references, tokens):
 
 
 def generic_layer(part, own_norm):
-    config, block = copy.deepcopy(part.config), part.block
+    config = copy.deepcopy(part.config)
     config.mtp_hidden_states_first = part.hidden_first
-    layer = MtpLayer(config, type(block), type(block.input_layernorm), 0, own_norm)
-    layer.mtp_block = copy.deepcopy(block)  # layer 0 of the config may be another kind
+    config.rms_norm_eps = part.eps
+    norm_class, block = type(part.main_norm), copy.deepcopy(part.block)
+    layer = MtpLayer(config, lambda *_: block, norm_class, 0, own_norm)
     names = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "post_norm"}
     own = part.weights.items()
     state = {f"{names[k]}.weight": v for k, v in own if k in names}
