@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..kernels import dispatch
+from ..kernels.greedy_head import greedy_head
 from .accept import pick
 
 # Positions of plain rounds that may wait for the head, which then sees them together.
@@ -77,10 +79,13 @@ class Drafter:
         kept: mx.array,
         num_draft_tokens: int,
         choose: Choose,
+        *,
+        greedy: bool = False,
     ) -> Drafts:
         """Add the last block, then draft behind its last kept position.
 
-        Without drafts, a block of one position may wait.
+        Without drafts, a block of one position may wait. With ``greedy``, ``choose``
+        takes the most likely token, which a kernel may find without the logits.
 
         Shapes:
             next_tokens: [B, T]; hidden: [B, T, H]; kept: [B], how many of the T stand
@@ -98,7 +103,10 @@ class Drafter:
         for step in range(num_draft_tokens):
             if step:
                 state = self.head(self.embed(drafts[-1]), state, self.cache)
-            token, token_probs = choose(self.head.logits(self.target, state), step)
+            token, token_probs = self.best(state) if greedy else None, None
+            if token is None:
+                logits = self.head.logits(self.target, state)
+                token, token_probs = choose(logits, step)
             drafts.append(token)
             probs.append(token_probs)
         self.cache.rewind(offset, limit)
@@ -106,6 +114,13 @@ class Drafter:
             mx.concatenate(drafts, axis=1),
             None if probs[0] is None else mx.concatenate(probs, axis=1),
         )
+
+    def best(self, state: mx.array) -> mx.array | None:
+        """The head's most likely token [B, 1], where a kernel finds it."""
+        layer = self.head.output_layer(self.target)
+        if not dispatch.greedy_usable(layer, state.dtype):
+            return None
+        return greedy_head(self.head.normed(self.target, state), layer)
 
     def _pass_by(self, next_tokens: mx.array, hidden: mx.array, kept: mx.array) -> None:
         if next_tokens.shape[1] > 1:
