@@ -212,12 +212,19 @@ class Reference:
     def rotary(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         return self.decoder.rotary_emb(x, at)
 
-    def teacher_forced(self, tokens: Tokens, **toggles: Any) -> list[HeadOut]:
+    def teacher_forced(
+        self, tokens: Tokens, states: Tensor | None = None, **toggles: Any
+    ) -> list[HeadOut]:
         """Every module of the head over ``tokens`` [B, T] alone, without drafts: module
-        m has T - 1 - m entries, of which entry p predicts x[p + m + 2]."""
-        stage = replace(self.toggles, **toggles).hidden
-        states = getattr(self.target(tokens), stage)[:, :-1]
-        return [self.head(states, batch(tokens)[:, 1:], **toggles)]
+        m has T - 1 - m entries, of which entry p predicts x[p + m + 2].
+
+        Args:
+            states: those of the target [B, T, H] where they are known already.
+        """
+        if states is None:
+            stage = replace(self.toggles, **toggles).hidden
+            states = getattr(self.target(tokens), stage)
+        return [self.head(states[:, :-1], batch(tokens)[:, 1:], **toggles)]
 
     @torch.no_grad()
     def drafts(
