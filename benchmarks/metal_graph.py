@@ -27,10 +27,9 @@ from mlx_mtp.kernels import (
     gated_delta_prologue,
     gated_delta_verify,
     gated_rms_norm,
-    greedy_head,
 )
 
-KERNELS = (gated_delta_prologue, gated_delta_verify, gated_rms_norm, greedy_head)
+KERNELS = (gated_delta_prologue, gated_delta_verify, gated_rms_norm)
 
 # Primitives that give another view of the same memory.
 VIEWS = {
@@ -129,9 +128,7 @@ def metal_shaped() -> Iterator[None]:
         (dispatch, "on_metal", lambda: True),
         (dispatch, "_probe", lambda sizes: None),
         (dispatch, "native_scan", lambda *sizes: False),
-        (dispatch, "_greedy_runs", lambda *kind: True),
-        (greedy_head, "reduce_kernel", lambda: _kernel),
-        *((module, "kernel", lambda *kind: _kernel) for module in KERNELS),
+        *((module, "kernel", lambda: _kernel) for module in KERNELS),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in swaps:

@@ -22,6 +22,7 @@ from .generate_step import (
     check_num_draft_tokens,
 )
 from .load import DEMO_PATH, load
+from .models.heads import reuse_note
 from .prompt_cache import make_prompt_cache
 from .response import GenerationResponse, print_stream
 from .sampling import ACCEPTANCE, SamplingParams
@@ -290,6 +291,8 @@ def generate_from_args(args: argparse.Namespace) -> None:
             f"{args.model} has no MTP head; convert the original with convert.py, or "
             "leave --mtp out"
         )
+    if note := reuse_note(model.mtp, args.num_draft_tokens):
+        print(f"Note: {note}", file=sys.stderr)
     add_end_tokens(tokenizer, args.extra_eos_token)
     prompt = prompt_of(args, tokenizer, behind=cache.tokens if cache else ())
     if file and cache is None:

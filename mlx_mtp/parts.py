@@ -7,6 +7,7 @@ never believed. Reads no tensor but to compare copies.
 from dataclasses import dataclass, field, replace
 
 from .messages import count, listing
+from .models.heads import PREFIX
 from .models.spec import MTPSpec
 from .source import FLOAT_DTYPES, Source, num_target_layers, quantized_line
 
@@ -97,6 +98,13 @@ def check_promise(source: Source, parts: Parts) -> None:
         raise ValueError(
             f"{source.path} has no MTP head; use mlx_lm.convert for plain checkpoints"
         )
+    there = sorted({module for module, _ in parts.head})
+    if there != list(range(found)):
+        missing = min(set(range(there[-1])) - set(there))
+        raise ValueError(
+            f"{source.path} lacks module {missing} of the MTP head, while there is "
+            f"module {there[-1]}; download the checkpoint again"
+        )
     if spec.num_modules is not None and found != spec.num_modules:
         raise ValueError(
             f"{source.path} holds {count(found, 'MTP module')}; a head of "
@@ -113,7 +121,7 @@ def head_keys(parts: Parts) -> dict[str, str]:
     """The head's parameter names and their keys."""
     several = parts.num_modules > 1
     return {
-        f"modules.{module}.{name}" if several else name: key
+        PREFIX.format(module) * several + name: key
         for (module, name), key in parts.head.items()
     }
 

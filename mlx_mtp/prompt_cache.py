@@ -22,6 +22,7 @@ from .models import family_of
 from .safetensors_check import check_file
 from .speculative.cache import RecurrentCache, RewindableKVCache
 from .speculative.cache_list import RewindableCacheList
+from .speculative.module_cache import ModuleCaches
 from .speculative.quantized_cache import QuantizedRewindableKVCache
 from .speculative.round import History
 
@@ -200,7 +201,9 @@ def _arrays_of(name: str, entry: Any) -> dict[str, mx.array]:
     """What a file holds of a layer's cache."""
     if isinstance(entry, RewindableCacheList):
         parts = (_arrays_of(f"{name}.{i}", c) for i, c in enumerate(entry.caches))
-        return {key: array for part in parts for key, array in part.items()}
+        arrays = {key: array for part in parts for key, array in part.items()}
+        tails = getattr(entry, "tails", None) or ()
+        return arrays | {f"{name}.tail.{m}": x for m, x in enumerate(tails, 1)}
     if isinstance(entry, RewindableKVCache):
         size = entry.offset.item()
         both = {"keys": entry.keys, "values": entry.values}
@@ -234,6 +237,7 @@ def load_prompt_cache(
     for key, kind in (
         ("head.keys", RewindableKVCache),
         ("head.0.keys", RewindableCacheList),
+        ("head.tail.1", ModuleCaches),
     ):
         if key in arrays:
             cache.head = _load_one(arrays, "head", kind.__name__)
@@ -244,19 +248,34 @@ def load_prompt_cache(
     return cache
 
 
+def _filled(cache: RewindableKVCache, keys: Any, values: Any) -> RewindableKVCache:
+    """The cache of a single row with these contents."""
+    cache.keys, cache.values = keys, values
+    cache.limit = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
+    cache.offset = cache.block_start = mx.array([cache.limit], mx.int32)
+    return cache
+
+
 def _load_one(
     arrays: dict[str, mx.array], name: str, kind: str, form: list[int] | None = None
 ) -> Any:
     if kind == RewindableKVCache.__name__ or form:
         new = QuantizedRewindableKVCache(1, *form) if form else RewindableKVCache()
-        new.keys, new.values = (
-            tuple(arrays[f"{name}.{part}.{i}"] for i in range(3))
-            if form
-            else arrays[f"{name}.{part}"]
-            for part in ("keys", "values")
+        return _filled(
+            new,
+            *(
+                tuple(arrays[f"{name}.{part}.{i}"] for i in range(3))
+                if form
+                else arrays[f"{name}.{part}"]
+                for part in ("keys", "values")
+            ),
         )
-        new.limit = arrays[f"{name}.keys.0" if form else f"{name}.keys"].shape[2]
-        new.offset = new.block_start = mx.array([new.limit], mx.int32)
+    if kind == ModuleCaches.__name__:
+        new = ModuleCaches.empty_of(1 + sum(".tail." in key for key in arrays))
+        for m, one in enumerate(new.caches):
+            parts = (arrays[f"{name}.{m}.{part}"] for part in ("keys", "values"))
+            _filled(one, *parts)
+        new.tails = tuple(arrays[f"{name}.tail.{m}"] for m in range(1, len(new.caches)))
         return new
     if kind == RewindableCacheList.__name__:
         count = sum(

@@ -163,7 +163,13 @@ def _refuse_converted(source: Source) -> None:
         raise ValueError(
             f"{source.path} is already in MLX format ({listing(marked)}); {way_out}"
         )
-    if source.family.spec.zero_centred_norms:
+    if raw_names := source.family.raw_names:
+        if not any(part in key for key in source.files for part in raw_names):
+            raise ValueError(
+                f"{source.path} is not in the original layout (no {listing(raw_names)} "
+                f"in any tensor's name); {way_out}"
+            )
+    elif source.family.spec.zero_centred_norms:
         _require_raw_convolutions(source, way_out)
 
 

@@ -76,7 +76,7 @@ def load_head(
     raw = source.load(keys.values())
     weights = {name: raw[key] for name, key in keys.items()}
     with _complete(owner):
-        weights = family.head_weights(weights, model)
+        weights = family.weights_by_module(weights, model)
     _check_shapes(head, weights, owner)
     dtypes = {name: value.dtype for name, value in weights.items()}
     shifted = {

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
+import numpy as np
 from checks import loop_of
 
 from mlx_mtp.models import FAMILIES
 from mlx_mtp.speculative.draft import Drafts
+from mlx_mtp.speculative.module_drafter import drafter_of
 from mlx_mtp.speculative.round import Block, Engine
 
 # A prefill in such chunks runs latent attention in the form of a verify block.
@@ -23,6 +25,11 @@ class PlannedEngine(Engine):
         target = FAMILIES[model.model_type].target(model)
         super().__init__(target, model.mtp, len(planned), **kwargs)
         self.planned = mx.array(planned, mx.int32)
+        self.made: list[mx.array] = []  # the logits of the head's own drafts
+
+    def choose(self, start, logits, index):
+        self.made.append(logits)
+        return super().choose(start, logits, index)
 
     def draft(self, last: Block, num_draft_tokens: int) -> Drafts:
         super().draft(last, num_draft_tokens)
@@ -54,10 +61,27 @@ def planned_loop(model, prompts, texts, k: int, **kwargs):
     return engine, loop_of(engine, prompts, k, 100, **kwargs)
 
 
+def draft_logits(
+    model, prompt: Sequence[int], text: Sequence[int], k: int, count: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Of every round: the tokens known before it, and the head's logits [K, V].
+
+    What is judged is the text with errors, so drafts are accepted and rejected.
+    """
+    engine, loop = planned_loop(model, [prompt], [text], k, depth=0)
+    tokens = list(prompt)
+    for number, ((new,), _) in enumerate(rounds(loop, count + 1)):
+        tokens += new
+        made = engine.made[number * k : (number + 1) * k]
+        if len(made) == k:
+            yield list(tokens), np.stack([np.array(x[0, 0]) for x in made])
+
+
 def cached_arrays(cache, row: int = 0) -> list[mx.array]:
     """What a layer's cache holds of a row: states, or keys and values in order."""
     if hasattr(cache, "caches"):
-        return [array for one in cache.caches for array in cached_arrays(one, row)]
+        arrays = [array for one in cache.caches for array in cached_arrays(one, row)]
+        return arrays + [tail[row] for tail in getattr(cache, "tails", ())]
     if not hasattr(cache, "offset"):
         return [array[row] for array in cache.cache]
     size = cache.offset[row].item()
@@ -88,11 +112,10 @@ def fresh_states(model, tokens: Sequence[int]) -> tuple[list, mx.array]:
 
 def fresh_head_cache(model, tokens: Sequence[int], size: int):
     """The head's cache after the first ``size`` pairs of the tokens."""
-    target, head = FAMILIES[model.model_type].target(model), model.mtp
+    drafter = drafter_of(model.mtp, FAMILIES[model.model_type].target(model), 1)
     _, hidden = fresh_states(model, tokens[:size])
-    embedding = head.embed(target, mx.array([tokens[1 : size + 1]]))
-    cache = head.make_cache()
+    following = mx.array([tokens[1 : size + 1]])
     for start in range(0, size, CHUNK):
         part = slice(start, start + CHUNK)
-        head(embedding[:, part], hidden[:, part], cache)
-    return cache
+        drafter.prime(following[:, part], hidden[:, part], None)
+    return drafter.cache

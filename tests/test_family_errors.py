@@ -10,6 +10,7 @@ from converting import config_of, edit_config, read, rewrite
 from families import family
 
 import mlx_mtp
+from mlx_mtp.generate_cli import main as generate_main
 from mlx_mtp.models import FAMILIES, UNSUPPORTED, family_of
 
 # transformers says so of configs whose type it does not know.
@@ -75,6 +76,11 @@ def test_no_family_is_both():
         ),
         ("qwen3_5_moe", "mtp.layers.0.mlp.experts.down_proj", ("down_proj",)),
         (
+            "mimo_v2_flash",
+            "model.mtp.layers.2.self_attn.attention_sink_bias",
+            ("MTP head", "heads.2.layers.0.self_attn.attention_sink_bias"),
+        ),
+        (
             "qwen3_next",
             "model.layers.0.mlp.experts.3.gate_proj.weight",
             ("experts.3.gate_proj",),
@@ -109,6 +115,46 @@ def test_second_module(source):
     key = "model.layers.4.eh_proj.weight"
     rewrite(raw, lambda w: w.update({key: mx.zeros((64, 128))}))
     assert_refused(raw, "holds 2 MTP modules", "deepseek_v3 has 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "number"),
+    [("mimo_v2_flash", "model.mtp.layers.1.", 1), ("step3p5", "model.layers.3.", 0)],
+)
+def test_module_is_missing(source, name, prefix, number):
+    raw = source(name)
+    rewrite(raw, lambda w: [w.pop(k) for k in list(w) if k.startswith(prefix)])
+    assert_refused(raw, f"lacks module {number} of the MTP head")
+
+
+def test_lists_without_entries_for_the_modules(source):
+    """As in re-quantised repositories, which cut the lists to the target's layers."""
+    raw = source("step3p5")
+    edit_config(raw, lambda c: c.update(layer_types=c["layer_types"][:4]))
+    assert_refused(raw, "layer_types", "4 entries", "layer 4", "module 1")
+
+
+def test_step_in_mlx_layout(source):
+    """Its norms may have been shifted; nothing but names tells."""
+    raw = source("step3p5")
+
+    def rename(w):
+        for key in [k for k in w if ".moe." in k]:
+            w[key.replace(".moe.", ".mlp.experts.")] = w.pop(key)
+
+    rewrite(raw, rename)
+    assert_refused(raw, "not in the original layout", ".moe.")
+
+
+def test_more_drafts_than_modules(source, capsys):
+    raw = source("mimo_v2_flash")
+    mlx_mtp.convert(raw, raw.parent / "out")
+    capsys.readouterr()
+    command = ["--model", str(raw.parent / "out"), "--prompt", "Hi", "--mtp"]
+    for k in (3, 4):
+        generate_main([*command, "--max-tokens", "2", "--num-draft-tokens", str(k)])
+        note = "4 drafts per round, but the MTP head has 3 modules"
+        assert (note in capsys.readouterr().err) == (k == 4)
 
 
 def test_head_is_promised_but_absent(source):

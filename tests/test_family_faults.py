@@ -11,8 +11,10 @@ import mlx_mtp
 from mlx_mtp.models import experts, head, latent_attention
 from mlx_mtp.models.deepseek_v3 import DeepseekV3
 from mlx_mtp.models.exaone_moe import ExaoneMoe
+from mlx_mtp.models.heads import MTPHeads
 from mlx_mtp.speculative.cache import RewindableKVCache
 from mlx_mtp.speculative.cache_list import RewindableCacheList
+from mlx_mtp.speculative.module_cache import LateKVCache, ModuleCaches
 
 pytestmark = checks.pytestmark
 MTPHead = head.MTPHead
@@ -136,6 +138,29 @@ def halves_swapped(monkeypatch):
     monkeypatch.setattr(experts.mx, "split", wrong)
 
 
+def beginnings_are_seen(monkeypatch):
+    monkeypatch.setattr(LateKVCache, "make_mask", RewindableKVCache.make_mask)
+
+
+def beginning_not_rewound(monkeypatch):
+    """Of a block the last position stands for the last that was kept."""
+
+    def wrong(self, n):
+        if self.inputs is not None:
+            self.tails = tuple(x[:, -1:] for x in self.inputs)
+
+    monkeypatch.setattr(ModuleCaches, "_cut", wrong)
+
+
+def first_module_alone(monkeypatch):
+    """As vLLM runs such heads."""
+    monkeypatch.setattr(MTPHeads, "__init__", one_module)
+
+
+def one_module(self, heads, right=MTPHeads.__init__):
+    right(self, [heads[0]] * len(heads))
+
+
 HEAD, DRAFTS = checks.test_head_equals_torch, checks.test_drafts_equal_torch
 STATES, TARGET = checks.test_states, checks.test_target_equals_torch
 
@@ -163,6 +188,16 @@ FAULTS = [
     ("deepseek_v32", all_rows_choose_alike, same),
     ("deepseek_v32", choice_of_what_is_left_over, same),
     ("deepseek_v3", expanded_verification, same),
+    ("mimo_v2_flash", spec(modules="chained"), DRAFTS),
+    ("step3p5", beginnings_are_seen, DRAFTS),
+    ("mimo_v2_flash", beginning_not_rewound, DRAFTS),
+    ("mimo_v2_flash", beginning_not_rewound, STATES),
+    ("step3p5", spec(modules="target_fed"), DRAFTS),
+    ("step3p5", spec(hidden="post_norm"), DRAFTS),
+    ("step3p5", spec(chain="post_norm"), DRAFTS),
+    ("step3p5", beginning_not_rewound, DRAFTS),
+    ("mimo_v2_flash", first_module_alone, HEAD),
+    ("step3p5", output_of_the_target, HEAD),
     ("qwen3_5_moe_single_experts", experts_reversed, HEAD),
     ("qwen3_5_moe", halves_swapped, HEAD),
 ]

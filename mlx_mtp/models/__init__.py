@@ -11,9 +11,11 @@ from .glm4_moe import Glm4Moe
 from .glm4_moe_lite import Glm4MoeLite
 from .glm_moe_dsa import GlmMoeDsa
 from .mimo import MiMo
+from .mimo_v2_flash import MiMoV2Flash
 from .qwen3_5 import Qwen35
 from .qwen3_5_moe import Qwen35Moe
 from .qwen3_next import Qwen3Next
+from .step3p5 import Step35
 
 _ALL: tuple[Family, ...] = (
     Qwen35(),
@@ -25,8 +27,10 @@ _ALL: tuple[Family, ...] = (
     Glm4MoeLite(),
     GlmMoeDsa(),
     MiMo(),
+    MiMoV2Flash(),
     Ernie45Moe(),
     ExaoneMoe(),
+    Step35(),
 )
 FAMILIES: dict[str, Family] = {
     model_type: family for family in _ALL for model_type in family.spec.model_types
@@ -40,9 +44,7 @@ UNSUPPORTED: dict[str, str] = {
     "qwen4_exp_text": f"its head works on several residual streams, and {_NO_MODEL}",
     "gemma4_assistant": "it is a drafter without keys and values of its own",
     "gemma4_unified_assistant": "it is a drafter without keys and values of its own",
-    "mimo_v2_flash": "its head has several modules",
-    "step3p5": "its head has several modules",
-    "step3p7": f"its head has several modules, and {_NO_MODEL}",
+    "step3p7": _NO_MODEL,
     "longcat_flash": "its head's layer is none that mlx-lm has",
     "longcat_flash_ngram": "its head's layer is none that mlx-lm has",
     "nemotron_h": "its Mamba layers cannot be rewound",

@@ -12,6 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from .head import MTPHead
+from .heads import PREFIX as MODULE
+from .heads import MTPHeads
 from .spec import MTPSpec
 from .target import Target
 
@@ -29,6 +31,8 @@ class Family:
             weights (``from_base``).
         vision_prefixes: tensors that the text model does not have.
         unused: parts of names of tensors that mlx-lm's model does not have.
+        raw_names: parts of names that only sources in the original layout have, where
+            norms are shifted; default: convolutions tell.
     """
 
     spec: ClassVar[MTPSpec]
@@ -36,6 +40,7 @@ class Family:
     swaps: ClassVar[dict[type, type]] = {}
     vision_prefixes: ClassVar[tuple[str, ...]] = ()
     unused: ClassVar[tuple[str, ...]] = ()
+    raw_names: ClassVar[tuple[str, ...]] = ()
 
     def head_layer(self, args: Any, config: Config) -> nn.Module:
         """mlx-lm's layer for the head.
@@ -60,20 +65,37 @@ class Family:
         spec = self.spec if head is None else head.spec
         return Target(self.text_model(model), spec.hidden)
 
-    def head(self, model: nn.Module, config: Config, spec: MTPSpec) -> MTPHead:
+    def head(
+        self, model: nn.Module, config: Config, spec: MTPSpec
+    ) -> MTPHead | MTPHeads:
         """A head for a model, with random weights, its layers ready to be rewound."""
         args = self.text_model(model).args
         config = config.get("text_config", config)
-        head = MTPHead(
-            self.head_layer(args, config),
-            spec,
-            args.hidden_size,
-            args.rms_norm_eps,
-            vocab_size=args.vocab_size,
-            **self.head_options(args, config),
-        )
+        modules = []
+        for number in range(spec.num_modules):
+            layer, options = self.module_parts(args, config, number)
+            modules.append(
+                MTPHead(
+                    layer,
+                    spec,
+                    args.hidden_size,
+                    self.norm_eps(args),
+                    vocab_size=args.vocab_size,
+                    **options,
+                )
+            )
+        head = modules[0] if len(modules) == 1 else MTPHeads(modules)
         self.make_rewindable(head)
         return head
+
+    def norm_eps(self, args: Any) -> float:
+        return args.rms_norm_eps
+
+    def module_parts(
+        self, args: Any, config: Config, module: int
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Layer and options of a module; default: the same for each."""
+        return self.head_layer(args, config), self.head_options(args, config)
 
     def head_options(self, args: Any, config: Config) -> dict[str, Any]:
         """Keyword arguments of :class:`MTPHead` that the config decides."""
@@ -94,6 +116,20 @@ class Family:
         It must not depend on which of them are given.
         """
         return weights
+
+    def weights_by_module(self, weights: Weights, model: nn.Module) -> Weights:
+        """``head_weights`` of every module of a head of several."""
+        if not any(name.startswith(MODULE.format(0)) for name in weights):
+            return self.head_weights(weights, model)
+        modules: dict[str, Weights] = {}
+        for name, value in weights.items():
+            _, number, inner = name.split(".", 2)
+            modules.setdefault(MODULE.format(number), {})[inner] = value
+        return {
+            prefix + name: value
+            for prefix, inside in modules.items()
+            for name, value in self.head_weights(inside, model).items()
+        }
 
     def head_weights(self, weights: Weights, model: nn.Module) -> Weights:
         """A source's tensors of the head, under their parameter names, in final layout.

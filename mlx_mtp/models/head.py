@@ -85,7 +85,9 @@ class MTPHead(nn.Module):
 
     def _masked(self, embedding: mx.array, cache: Any | None) -> mx.array:
         """Zero at position 0, as vLLM does for some families."""
-        start = 0 if cache is None else cache.offset[:, None]
+        start = 0
+        if cache is not None:
+            start = cache.offset[:, None] - getattr(cache, "late", 0)
         positions = start + mx.arange(embedding.shape[1])  # [B, T] or [T]
         return mx.where((positions == 0)[..., None], 0, embedding)
 

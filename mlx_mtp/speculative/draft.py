@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kernels import dispatch
-from ..kernels.greedy_head import greedy_head
 from .accept import pick
 
 # Positions of plain rounds that may wait for the head, which then sees them together.
@@ -68,7 +66,7 @@ class Drafter:
         self.flush()
         if lengths is not None:
             self.cache.prepare(lengths)
-        self.head(self.embed(next_tokens), hidden, self.cache)
+        self.add(next_tokens, hidden)
         if lengths is not None:
             self.cache.finalize()
 
@@ -79,13 +77,10 @@ class Drafter:
         kept: mx.array,
         num_draft_tokens: int,
         choose: Choose,
-        *,
-        greedy: bool = False,
     ) -> Drafts:
         """Add the last block, then draft behind its last kept position.
 
-        Without drafts, a block of one position may wait. With ``greedy``, ``choose``
-        takes the most likely token, which a kernel may find without the logits.
+        Without drafts, a block of one position may wait.
 
         Shapes:
             next_tokens: [B, T]; hidden: [B, T, H]; kept: [B], how many of the T stand
@@ -96,31 +91,36 @@ class Drafter:
         next_tokens, hidden = self._with_waiting(next_tokens, hidden)
         kept = kept + len(self.waiting)
         self.waiting = ()
-        states = self.head(self.embed(next_tokens), hidden, self.cache)
-        self.cache.keep(kept)
-        offset, limit = self.cache.offset, self.cache.limit
-        state, drafts, probs = pick(states, kept - 1), [], []
-        for step in range(num_draft_tokens):
-            if step:
-                state = self.head(self.embed(drafts[-1]), state, self.cache)
-            token, token_probs = self.best(state) if greedy else None, None
-            if token is None:
-                logits = self.head.logits(self.target, state)
-                token, token_probs = choose(logits, step)
-            drafts.append(token)
-            probs.append(token_probs)
-        self.cache.rewind(offset, limit)
+        made = self.make(next_tokens, hidden, kept, num_draft_tokens, choose)
+        drafts, probs = zip(*made, strict=True)
         return Drafts(
             mx.concatenate(drafts, axis=1),
             None if probs[0] is None else mx.concatenate(probs, axis=1),
         )
 
-    def best(self, state: mx.array) -> mx.array | None:
-        """The head's most likely token [B, 1], where a kernel finds it."""
-        layer = self.head.output_layer(self.target)
-        if not dispatch.greedy_usable(layer, state.dtype):
-            return None
-        return greedy_head(self.head.normed(self.target, state), layer)
+    def add(self, next_tokens: mx.array, hidden: mx.array) -> mx.array:
+        """Run the head over positions: [B, T, H], its states."""
+        return self.head(self.embed(next_tokens), hidden, self.cache)
+
+    def make(
+        self,
+        next_tokens: mx.array,
+        hidden: mx.array,
+        kept: mx.array,
+        num_draft_tokens: int,
+        choose: Choose,
+    ) -> list[tuple[mx.array, mx.array | None]]:
+        """What ``draft`` says, one draft or more, as ``choose`` returns them."""
+        states = self.add(next_tokens, hidden)
+        self.cache.keep(kept)
+        offset, limit = self.cache.offset, self.cache.limit
+        state, made = pick(states, kept - 1), []
+        for step in range(num_draft_tokens):
+            if step:
+                state = self.head(self.embed(made[-1][0]), state, self.cache)
+            made.append(choose(self.head.logits(self.target, state), step))
+        self.cache.rewind(offset, limit)
+        return made
 
     def _pass_by(self, next_tokens: mx.array, hidden: mx.array, kept: mx.array) -> None:
         if next_tokens.shape[1] > 1:
@@ -142,7 +142,7 @@ class Drafter:
         if self.waiting:
             next_tokens, hidden = self._with_waiting()
             self.waiting = ()
-            self.head(self.embed(next_tokens), hidden, self.cache)
+            self.add(next_tokens, hidden)
             self.due = True
 
     def snapshot(self) -> DrafterSnapshot:
@@ -164,7 +164,7 @@ class Drafter:
     def extract(self, snapshot: DrafterSnapshot, row: int) -> "Drafter":
         """Row ``row`` as ``snapshot`` knew it."""
         cache, one = self.cache.extract(snapshot.cache, row, None), slice(row, row + 1)
-        new = Drafter(self.head, self.target, 1, cache)
+        new = type(self)(self.head, self.target, 1, cache)
         new.waiting = tuple((t[one], h[one]) for t, h in snapshot.waiting)
         return new
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .accept import Accepted, log_probs, pick
-from .draft import Drafter, Drafts, no_drafts
+from .draft import Drafts, no_drafts
+from .module_drafter import drafter_of
 from .processors import Processors, judge_rows
 from .quantized_cache import NEVER, KVQuantization
 from .rules import Greedy, Rule
@@ -116,7 +117,7 @@ class Engine:
         )
         self.drafter = None
         if head is not None:
-            self.drafter = Drafter(head, target, batch_size, history.head)
+            self.drafter = drafter_of(head, target, batch_size, history.head)
 
     @property
     def caches(self) -> list[Any]:
@@ -151,12 +152,7 @@ class Engine:
         for row in self.processors or ():
             row.before_drafts()
         drafts = self.drafter.draft(
-            last.tokens,
-            last.hidden,
-            last.kept,
-            num_draft_tokens,
-            choose,
-            greedy=self.processors is None and self.rule.greedy_drafts,
+            last.tokens, last.hidden, last.kept, num_draft_tokens, choose
         )
         for row in self.processors or ():
             row.after_drafts()
