@@ -27,9 +27,10 @@ from mlx_mtp.kernels import (
     gated_delta_prologue,
     gated_delta_verify,
     gated_rms_norm,
+    greedy_head,
 )
 
-KERNELS = (gated_delta_prologue, gated_delta_verify, gated_rms_norm)
+KERNELS = (gated_delta_prologue, gated_delta_verify, gated_rms_norm, greedy_head)
 
 # Primitives that give another view of the same memory.
 VIEWS = {
@@ -128,7 +129,9 @@ def metal_shaped() -> Iterator[None]:
         (dispatch, "on_metal", lambda: True),
         (dispatch, "_probe", lambda sizes: None),
         (dispatch, "native_scan", lambda *sizes: False),
-        *((module, "kernel", lambda: _kernel) for module in KERNELS),
+        (dispatch, "_greedy_runs", lambda *kind: True),
+        (greedy_head, "reduce_kernel", lambda: _kernel),
+        *((module, "kernel", lambda *kind: _kernel) for module in KERNELS),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in swaps:

@@ -10,7 +10,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -239,6 +239,8 @@ def _emit(
     try:
         for result in loop:
             (tokens,) = result.tokens
+            if count == 0:
+                stats = replace(stats, notes=loop.engine.target.notes())
             stats = stats.after(result.num_draft_tokens, len(tokens) - 1)
             with mx.stream(loop.stream):
                 logprobs = [result.logprobs[0, i] for i in range(len(tokens))]

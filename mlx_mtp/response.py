@@ -37,6 +37,8 @@ def print_stream(responses: Iterable[GenerationResponse], *, mtp: bool) -> str:
     )
     if mtp:
         print(acceptance_line(last.stats))
+    for note in last.stats.notes:
+        print(f"Note: {note}")
     return "".join(text)
 
 

@@ -121,9 +121,9 @@ def kept_not_moved(monkeypatch):
     """The kept count does not know of the rows put before the block."""
     right = Drafter.draft
 
-    def wrong(self, tokens, hidden, kept, k, choose):
+    def wrong(self, tokens, hidden, kept, k, choose, **options):
         kept = kept - (len(self.waiting) if k else 0)
-        return right(self, tokens, hidden, kept, k, choose)
+        return right(self, tokens, hidden, kept, k, choose, **options)
 
     monkeypatch.setattr(Drafter, "draft", wrong)
 

@@ -6,11 +6,15 @@ MLX that are each kernel's reference do the work.
 
 import tempfile
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from . import greedy_head as greedy
 from .gated_delta_prologue import (
     Columns,
     Sizes,
@@ -54,21 +58,53 @@ def _runs(sizes: Sizes) -> bool:
 def _probe(sizes: Sizes) -> str | None:
     """Compile and run each kernel once on zeros; warn of the one that fails."""
     for name, run in _trials(sizes):
-        try:
-            mx.eval(run())
-        except Exception as error:  # MLX raises what the Metal compiler says
-            reason = str(error).strip().splitlines()[0] if str(error) else "no reason"
-            note = f"kernel {name} does not run on this machine ({reason})"
-            warnings.warn(
-                f"{note}; the slower reference takes its place",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        note = _trial(name, run)
+        if note:
             return note
     return None
 
 
-def _trials(sizes: Sizes) -> list[tuple[str, object]]:
+def _trial(name: str, run: Callable[[], Any]) -> str | None:
+    try:
+        mx.eval(run())
+    except Exception as error:  # MLX raises what the Metal compiler says
+        reason = str(error).strip().splitlines()[0] if str(error) else "no reason"
+        note = f"kernel {name} does not run on this machine ({reason})"
+        warnings.warn(
+            f"{note}; the slower reference takes its place",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return note
+    return None
+
+
+def greedy_usable(layer: nn.Module, dtype: mx.Dtype) -> bool:
+    """Whether an output layer's most likely token comes from the kernel."""
+    if not on_metal() or not greedy.covers(layer, dtype):
+        return False
+    quantized = "scales" in layer
+    return _greedy_runs(
+        *(layer.weight.shape[1] * 32 // layer.bits if quantized else None, dtype),
+        *((layer.bits, layer.group_size) if quantized else (None, None)),
+    )
+
+
+@lru_cache
+def _greedy_runs(
+    size: int | None, dtype: mx.Dtype, bits: int | None, group_size: int | None
+) -> bool:
+    """The same for all layers of a kind: on a small one it is compiled and run."""
+    layer = nn.Linear(size or 64, greedy.CHUNK, bias=False)
+    layer.weight = mx.zeros_like(layer.weight)
+    if bits:
+        layer = layer.to_quantized(group_size, bits)
+    layer.set_dtype(dtype)
+    x = mx.zeros((1, 1, size or 64), dtype)
+    return _trial("greedy_head", lambda: greedy.greedy_head(x, layer)) is None
+
+
+def _trials(sizes: Sizes) -> list[tuple[str, Callable[[], Any]]]:
     Hk, Hv, Dk, Dv, W, dtype = sizes
     channels, none = 2 * Hk * Dk + Hv * Dv, mx.array([0], mx.int32)
 

@@ -133,6 +133,12 @@ class Rewindable(nn.Module):
             )
         return sizes
 
+    @property
+    def note(self) -> str | None:
+        """Why a layer that has run does without the kernels although it should not."""
+        sizes = self.get("_sizes")
+        return sizes and dispatch.failure(sizes)
+
     def run_kernels(self, inputs: mx.array, cache: RecurrentCache) -> mx.array:
         """A short block -> [B, T, Hv Dv] in three launches behind the projection.
 

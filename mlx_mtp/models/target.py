@@ -77,6 +77,11 @@ class Target:
             return self.model.lm_head(x)
         return self.model.model.embed_tokens.as_linear(x)
 
+    def notes(self) -> tuple[str, ...]:
+        """What the layers that have run say of kernels they do without."""
+        notes = (getattr(layer, "note", None) for layer in self.model.modules())
+        return tuple(dict.fromkeys(note for note in notes if note))
+
     def logits(self, hidden: mx.array) -> mx.array:
         """What ``hidden`` returns -> [B, T, V]"""
         post = self.stage == "post_norm"

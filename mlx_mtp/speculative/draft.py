@@ -5,13 +5,18 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..kernels import dispatch
+from ..kernels.greedy_head import greedy_head
 from .accept import pick
 
 # Positions of plain rounds that may wait for the head, which then sees them together.
 MOST_WAITING = 16
 
 # (head logits [B, 1, V], index of the draft) -> token [B, 1], its probabilities or None
-Choose = Callable[[mx.array, int], tuple[mx.array, mx.array | None]]
+Made = tuple[mx.array, mx.array | None]
+Choose = Callable[[mx.array, int], Made]
+# (module of the head, state [B, 1, H], index of the draft) -> the same
+TokenOf = Callable[[Any, mx.array, int], Made]
 
 
 class Drafts(NamedTuple):
@@ -77,10 +82,13 @@ class Drafter:
         kept: mx.array,
         num_draft_tokens: int,
         choose: Choose,
+        *,
+        greedy: bool = False,
     ) -> Drafts:
         """Add the last block, then draft behind its last kept position.
 
-        Without drafts, a block of one position may wait.
+        Without drafts, a block of one position may wait. With ``greedy``, ``choose``
+        takes the most likely token, which a kernel may find without the logits.
 
         Shapes:
             next_tokens: [B, T]; hidden: [B, T, H]; kept: [B], how many of the T stand
@@ -91,7 +99,14 @@ class Drafter:
         next_tokens, hidden = self._with_waiting(next_tokens, hidden)
         kept = kept + len(self.waiting)
         self.waiting = ()
-        made = self.make(next_tokens, hidden, kept, num_draft_tokens, choose)
+
+        def token_of(head: Any, state: mx.array, index: int) -> Made:
+            token = self.best(head, state) if greedy else None
+            if token is None:
+                return choose(head.logits(self.target, state), index)
+            return token, None
+
+        made = self.make(next_tokens, hidden, kept, num_draft_tokens, token_of)
         drafts, probs = zip(*made, strict=True)
         return Drafts(
             mx.concatenate(drafts, axis=1),
@@ -108,9 +123,9 @@ class Drafter:
         hidden: mx.array,
         kept: mx.array,
         num_draft_tokens: int,
-        choose: Choose,
-    ) -> list[tuple[mx.array, mx.array | None]]:
-        """What ``draft`` says, one draft or more, as ``choose`` returns them."""
+        token_of: TokenOf,
+    ) -> list[Made]:
+        """What ``draft`` says, for one draft or more."""
         states = self.add(next_tokens, hidden)
         self.cache.keep(kept)
         offset, limit = self.cache.offset, self.cache.limit
@@ -118,9 +133,16 @@ class Drafter:
         for step in range(num_draft_tokens):
             if step:
                 state = self.head(self.embed(made[-1][0]), state, self.cache)
-            made.append(choose(self.head.logits(self.target, state), step))
+            made.append(token_of(self.head, state, step))
         self.cache.rewind(offset, limit)
         return made
+
+    def best(self, head: Any, state: mx.array) -> mx.array | None:
+        """A head's most likely token [B, 1], where a kernel finds it."""
+        layer = head.output_layer(self.target)
+        if not dispatch.greedy_usable(layer, state.dtype):
+            return None
+        return greedy_head(head.normed(self.target, state), layer)
 
     def _pass_by(self, next_tokens: mx.array, hidden: mx.array, kept: mx.array) -> None:
         if next_tokens.shape[1] > 1:

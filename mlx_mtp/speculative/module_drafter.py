@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from .accept import pick
-from .draft import Choose, Drafter
+from .draft import Drafter, Made, TokenOf
 from .ranges import arange
 
 
@@ -31,12 +31,12 @@ class ModuleDrafter(Drafter):
         hidden: mx.array,
         kept: mx.array,
         num_draft_tokens: int,
-        choose: Choose,
-    ) -> list[tuple[mx.array, mx.array | None]]:
+        token_of: TokenOf,
+    ) -> list[Made]:
         # What modules add that do not draft, no draft evaluates.
         self.due |= num_draft_tokens < len(self.head.heads)
         limit = self.cache.limit + next_tokens.shape[1]
-        made = self._run(next_tokens, hidden, kept, num_draft_tokens, choose)
+        made = self._run(next_tokens, hidden, kept, num_draft_tokens, token_of)
         self.cache.rewind(self.cache[0].block_start + kept, limit)
         return made
 
@@ -46,8 +46,8 @@ class ModuleDrafter(Drafter):
         hidden: mx.array,
         kept: mx.array | int,
         num_draft_tokens: int,
-        choose: Choose | None,
-    ) -> list[tuple[mx.array, mx.array | None]]:
+        token_of: TokenOf | None,
+    ) -> list[Made]:
         """Every module over a block; the caches stand behind drafted entries then.
 
         A module that does not draft runs over the block alone. Its input is that of the
@@ -66,26 +66,26 @@ class ModuleDrafter(Drafter):
             output = module(self.embed(tokens), states, self.cache[m])
             if m < num_draft_tokens:
                 state = pick(output, kept + (m - 1))
-                made.append(choose(module.logits(self.target, state), m))
+                made.append(token_of(module, state, m))
         self.cache.begin_with(inputs, kept)
         if num_draft_tokens > len(self.head.heads):
-            self._go_on(made, state, kept, num_draft_tokens, choose)
+            self._go_on(made, state, kept, num_draft_tokens, token_of)
         return made
 
     def _go_on(
         self,
-        made: list[tuple[mx.array, mx.array | None]],
+        made: list[Made],
         state: mx.array,
         kept: mx.array,
         num_draft_tokens: int,
-        choose: Choose,
+        token_of: TokenOf,
     ) -> None:
         """Draft with the last module what no module is there for."""
         module, cache = self.head.heads[-1], self.cache[-1]
         cache.rewind(cache.block_start + kept + (len(made) - 1), cache.limit)
         for step in range(len(made), num_draft_tokens):
             state = module(self.embed(made[-1][0]), state, cache)
-            made.append(choose(module.logits(self.target, state), step))
+            made.append(token_of(module, state, step))
 
 
 def with_draft(tokens: mx.array, draft: mx.array, at: mx.array) -> mx.array:

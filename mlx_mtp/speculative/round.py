@@ -152,7 +152,12 @@ class Engine:
         for row in self.processors or ():
             row.before_drafts()
         drafts = self.drafter.draft(
-            last.tokens, last.hidden, last.kept, num_draft_tokens, choose
+            last.tokens,
+            last.hidden,
+            last.kept,
+            num_draft_tokens,
+            choose,
+            greedy=self.processors is None and self.rule.greedy_drafts,
         )
         for row in self.processors or ():
             row.after_drafts()

@@ -21,6 +21,8 @@ Shape = Callable[[mx.array, mx.array], mx.array]
 
 
 class Rule(Protocol):
+    greedy_drafts: bool  # drafts are the head's most likely tokens, with no probs
+
     def draft(
         self, logits: mx.array, start: mx.array, index: int
     ) -> tuple[mx.array, mx.array | None]:
@@ -83,6 +85,8 @@ class Matching:
 class Greedy(Matching):
     """The most likely token."""
 
+    greedy_drafts = True
+
     def draft(
         self, logits: mx.array, start: mx.array, index: int
     ) -> tuple[mx.array, None]:
@@ -133,6 +137,8 @@ class Coupled(Matching):
     https://arxiv.org/abs/2408.07978).
     """
 
+    greedy_drafts = False
+
     def __init__(self, shape: Shape, seed: Seeds):
         self.shape, self.stream = shape, noise.stream(seed)
 
@@ -167,6 +173,8 @@ class Rejection:
         seed: of all random numbers; one, or one for each row.
         by_block: judge all drafts together (``accept.block``) instead of one by one.
     """
+
+    greedy_drafts = False
 
     def __init__(self, shape: Shape, seed: Seeds, *, by_block: bool = False):
         self.shape, self.by_block = shape, by_block
@@ -230,6 +238,7 @@ class PerRow:
 
     def __init__(self, rules: Sequence[Rule]):
         self.rules = list(rules)
+        self.greedy_drafts = all(rule.greedy_drafts for rule in self.rules)
 
     def draft(
         self, logits: mx.array, start: mx.array, index: int

@@ -15,6 +15,7 @@ class SpeculationStats:
         num_accepted_tokens: drafts that the target accepted.
         num_accepted_tokens_per_pos: the same by position in the draft.
         num_draft_tokens_per_pos: tokens drafted by position in the draft.
+        notes: what did not run as it should on this machine, such as a kernel.
     """
 
     num_drafts: int = 0
@@ -22,6 +23,7 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_draft_tokens_per_pos: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def acceptance_rate(self) -> float:
@@ -52,7 +54,7 @@ class SpeculationStats:
             ),
         )
 
-    def as_dict(self) -> dict[str, int | float | list[int]]:
+    def as_dict(self) -> dict[str, int | float | list[int] | list[str]]:
         """Counters and rates, as the JSON output names them."""
         return {
             "num_drafts": self.num_drafts,
@@ -62,6 +64,7 @@ class SpeculationStats:
             "num_draft_tokens_per_pos": list(self.num_draft_tokens_per_pos),
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "notes": list(self.notes),
         }
 
 

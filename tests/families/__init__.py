@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from . import (
+    bailing_hybrid,
+    bailing_moe_v3,
     deepseek_v3,
     deepseek_v32,
     ernie4_5_moe,
@@ -22,6 +24,7 @@ from . import (
     longcat_flash,
     mimo,
     mimo_v2_flash,
+    nemotron_h,
     qwen3_5_moe,
     qwen3_next,
     step3p5,
@@ -64,14 +67,25 @@ class Family:
 
 
 def _variant(
-    module: ModuleType, load: type[Reference], name: str = "", **options: Any
+    module: ModuleType,
+    load: type[Reference],
+    name: str = "",
+    model_type: str = "",
+    **options: Any,
 ) -> Family:
-    model_type = module.__name__.rpartition(".")[2]
+    model_type = model_type or module.__name__.rpartition(".")[2]
     write = partial(module.write, **options) if options else module.write
     return Family(name or model_type, model_type, write, load)
 
 
 FAMILIES = [
+    _variant(bailing_hybrid, bailing_hybrid.BailingHybridReference),
+    _variant(
+        bailing_moe_v3,
+        bailing_moe_v3.BailingMoeV3Reference,
+        "bailing_moe_v3",
+        model_type="bailing_hybrid",
+    ),
     _variant(deepseek_v3, deepseek_v3.DeepseekV3Reference),
     _variant(deepseek_v32, deepseek_v32.DeepseekV32Reference),
     _variant(ernie4_5_moe, ernie4_5_moe.Ernie45MoeReference),
@@ -95,6 +109,8 @@ FAMILIES = [
     _variant(longcat_flash, longcat_flash.LongcatFlashReference),
     _variant(mimo, mimo.MiMoReference),
     _variant(mimo_v2_flash, mimo_v2_flash.MiMoV2FlashReference),
+    _variant(nemotron_h, nemotron_h.NemotronHReference),
+    _variant(nemotron_h, nemotron_h.NemotronHReference, "nemotron_h_latent", latent=32),
     _variant(qwen3_5_moe, qwen3_5_moe.Qwen35MoeReference),
     _variant(
         qwen3_5_moe,

@@ -50,10 +50,13 @@ class ModulesReference(Reference):
         x[p + module + 1]."""
         return Reference.head(self.modules[module], states, tokens, **toggles)
 
-    def teacher_forced(self, tokens: Tokens, **toggles: Any) -> list[HeadOut]:
+    def teacher_forced(
+        self, tokens: Tokens, states: Tensor | None = None, **toggles: Any
+    ) -> list[HeadOut]:
         tokens = batch(tokens)
-        stage = replace(self.toggles, **toggles).hidden
-        states = getattr(self.target(tokens), stage)
+        if states is None:
+            stage = replace(self.toggles, **toggles).hidden
+            states = getattr(self.target(tokens), stage)
         outs: list[HeadOut] = []
         for m in range(self.num_modules):
             if m and self.chained:

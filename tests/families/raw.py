@@ -95,15 +95,20 @@ class Draw:
         return weights
 
     def latent_attention(self, config: Mapping[str, Any]) -> Weights:
-        """DeepSeek's MLA with a low-rank query."""
+        """DeepSeek's MLA; the query is of low rank where the config has a rank."""
         heads = config["num_attention_heads"]
         nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
         value, rank = config["v_head_dim"], config["kv_lora_rank"]
         query_rank = config["q_lora_rank"]
-        return {
-            "q_a_proj.weight": self.linear(query_rank, HIDDEN),
-            "q_a_layernorm.weight": self.norm(query_rank),
-            "q_b_proj.weight": self.linear(heads * (nope + rope), query_rank, 1.5),
+        if query_rank is None:
+            query = {"q_proj.weight": self.linear(heads * (nope + rope), HIDDEN, 1.5)}
+        else:
+            query = {
+                "q_a_proj.weight": self.linear(query_rank, HIDDEN),
+                "q_a_layernorm.weight": self.norm(query_rank),
+                "q_b_proj.weight": self.linear(heads * (nope + rope), query_rank, 1.5),
+            }
+        return query | {
             "kv_a_proj_with_mqa.weight": self.linear(rank + rope, HIDDEN, 1.5),
             "kv_a_layernorm.weight": self.norm(rank),
             "kv_b_proj.weight": self.linear(heads * (nope + value), rank, 1.5),

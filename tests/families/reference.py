@@ -144,17 +144,28 @@ class Reference:
     def decoder(self) -> nn.Module:
         return self.model.get_decoder()
 
+    @property
+    def eps(self) -> float:
+        return self.config.rms_norm_eps
+
+    @property
+    def main_embedding(self) -> nn.Module:
+        return self.decoder.get_input_embeddings()
+
+    @property
+    def main_norm(self) -> nn.Module:
+        """The target's final norm."""
+        return self.decoder.norm
+
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        x = x * torch.rsqrt(
-            x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps
-        )
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return x * (1 + weight if self.zero_centred else weight)
 
     @torch.no_grad()
     def target(self, tokens: Tokens) -> Target:
         """tokens: [T] or [B, T]."""
         before: list[Tensor] = []
-        hook = self.decoder.norm.register_forward_pre_hook(
+        hook = self.main_norm.register_forward_pre_hook(
             lambda _, args: before.append(args[0])
         )
         try:
@@ -171,7 +182,7 @@ class Reference:
         The caller chooses the stage of ``states``; the toggle ``hidden`` does nothing.
         """
         chosen = replace(self.toggles, **toggles)
-        embed = self.weights.get("embedding", self.decoder.embed_tokens.weight)
+        embed = self.weights.get("embedding", self.main_embedding.weight)
         e = F.embedding(batch(tokens), embed)
         if chosen.mask_first:
             e = torch.cat([torch.zeros_like(e[:, :1]), e[:, 1:]], dim=1)
@@ -181,7 +192,7 @@ class Reference:
         x = self.run_block(F.linear(both, self.weights["proj"]))
         normed = {
             "own": lambda: self.norm(x, self.weights["norm"]),
-            "main": lambda: self.decoder.norm(x),
+            "main": lambda: self.main_norm(x),
             "none": lambda: x,
         }[chosen.final_norm]()
         output = self.weights.get("output", self.model.lm_head.weight)
@@ -201,12 +212,19 @@ class Reference:
     def rotary(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         return self.decoder.rotary_emb(x, at)
 
-    def teacher_forced(self, tokens: Tokens, **toggles: Any) -> list[HeadOut]:
+    def teacher_forced(
+        self, tokens: Tokens, states: Tensor | None = None, **toggles: Any
+    ) -> list[HeadOut]:
         """Every module of the head over ``tokens`` [B, T] alone, without drafts: module
-        m has T - 1 - m entries, of which entry p predicts x[p + m + 2]."""
-        stage = replace(self.toggles, **toggles).hidden
-        states = getattr(self.target(tokens), stage)[:, :-1]
-        return [self.head(states, batch(tokens)[:, 1:], **toggles)]
+        m has T - 1 - m entries, of which entry p predicts x[p + m + 2].
+
+        Args:
+            states: those of the target [B, T, H] where they are known already.
+        """
+        if states is None:
+            stage = replace(self.toggles, **toggles).hidden
+            states = getattr(self.target(tokens), stage)
+        return [self.head(states[:, :-1], batch(tokens)[:, 1:], **toggles)]
 
     @torch.no_grad()
     def drafts(

@@ -52,6 +52,18 @@ GENERIC = {
     },
     "qwen3_next": {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]},
 }
+# Families whose loading it does not know: the MTP layer alone.
+GENERIC_LAYER = [
+    "bailing_hybrid",
+    "bailing_moe_v3",
+    "ernie4_5_moe",
+    "longcat_flash",
+    "mimo",
+    "mimo_v2_flash",
+    "nemotron_h",
+    "nemotron_h_latent",
+    "step3p5",
+]
 # Families whose target mlx_lm computes otherwise, and why.
 STOCK_DIFFERS = {
     "ernie4_5_moe": "it drops e_score_correction_bias",
@@ -115,13 +127,14 @@ def test_stock_target(name, references, tokens):
 @every_family
 def test_head_tensors_are_used(name, references, many_tokens):
     reference, tokens = references(name), many_tokens
-    want = reference.teacher_forced(tokens)
+    states = getattr(reference.target(tokens), reference.toggles.hidden)
+    want = reference.teacher_forced(tokens, states)
     noise = torch.Generator().manual_seed(0)
     unused = []
     for key, value in reference.raw_head.items():
         other = value + torch.randn(value.shape, generator=noise) * value.std()
         head = reference.with_head(reference.raw_head | {key: other})
-        got = zip(head.teacher_forced(tokens), want, strict=True)
+        got = zip(head.teacher_forced(tokens, states), want, strict=True)
         if max(difference(g.logits, w.logits) for g, w in got) < WRONG:
             unused.append(key)
     assert unused == []
@@ -207,9 +220,9 @@ def run_generic(generic, hidden, tokens):
     )
 
 
-@pytest.mark.parametrize("name", ["mimo", "mimo_v2_flash", "ernie4_5_moe", "step3p5"])
+@pytest.mark.parametrize("name", GENERIC_LAYER)
 def test_generic_layer(name, references, tokens):
-    """transformers' MTP layer for the families whose loading it does not know."""
+    """transformers' MTP layer around the reference's block."""
     reference = references(name)
     hidden = getattr(reference.target(tokens), reference.toggles.hidden)[:, :-1]
     for part in getattr(reference, "modules", [reference]):
@@ -220,7 +233,7 @@ def test_generic_layer(name, references, tokens):
         want = Reference.head(part, hidden, tokens[:, 1:], **toggles).chain
         positions = torch.arange(1, LENGTH)[None]
         with torch.no_grad():
-            embedding = part.decoder.embed_tokens(tokens[:, 1:])
+            embedding = part.main_embedding(tokens[:, 1:])
             rotary = part.rotary(embedding, positions)
             mask = part.mask(LENGTH - 1)
             got = layer(embedding, hidden, rotary, mask, positions, None)
@@ -228,10 +241,11 @@ def test_generic_layer(name, references, tokens):
 
 
 def generic_layer(part, own_norm):
-    config, block = copy.deepcopy(part.config), part.block
+    config = copy.deepcopy(part.config)
     config.mtp_hidden_states_first = part.hidden_first
-    layer = MtpLayer(config, type(block), type(block.input_layernorm), 0, own_norm)
-    layer.mtp_block = copy.deepcopy(block)  # layer 0 of the config may be another kind
+    config.rms_norm_eps = part.eps
+    norm_class, block = type(part.main_norm), copy.deepcopy(part.block)
+    layer = MtpLayer(config, lambda *_: block, norm_class, 0, own_norm)
     names = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "post_norm"}
     own = part.weights.items()
     state = {f"{names[k]}.weight": v for k, v in own if k in names}

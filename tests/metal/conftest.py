@@ -11,6 +11,7 @@ from mlx_mtp.kernels import (
     gated_delta_prologue,
     gated_delta_verify,
     gated_rms_norm,
+    greedy_head,
 )
 
 from . import NO_COMPILER, compiler, run_kernel
@@ -54,8 +55,14 @@ def as_on_metal(on_harness, monkeypatch):
     """Have the model take the path of a Metal GPU, its kernels on the harness."""
     for module in (gated_delta_prologue, gated_delta_verify, gated_rms_norm):
         on_harness(module)
+    make, reduce = greedy_head.kernel, greedy_head.reduce_kernel()
+    monkeypatch.setattr(greedy_head, "kernel", lambda q: partial(run_kernel, make(q)))
+    monkeypatch.setattr(
+        greedy_head, "reduce_kernel", lambda: partial(run_kernel, reduce)
+    )
     monkeypatch.setattr(dispatch, "on_metal", lambda: True)
     monkeypatch.setattr(dispatch, "native_scan", lambda *sizes: False)
     yield
     dispatch._probe.cache_clear()
     dispatch._runs.cache_clear()
+    dispatch._greedy_runs.cache_clear()

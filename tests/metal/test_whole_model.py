@@ -43,6 +43,7 @@ def watch(monkeypatch):
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_tokens_equal_plain_decoding(path, as_on_metal, monkeypatch, k):
+    """With greedy drafts from the greedy head's kernel."""
     launches = watch(monkeypatch)
     model, _ = mlx_mtp.load(path)
     got = mtp_stream(model, PROMPT, 16, k)
@@ -54,6 +55,26 @@ def test_tokens_equal_plain_decoding(path, as_on_metal, monkeypatch, k):
     rounds = len(got) - sum(drafted for *_, drafted in got)
     assert len(launches) >= layers * rounds  # it ran on the kernels
     assert k == 0 or rounds < len(got)
+
+
+def test_greedy_drafts_come_from_the_kernel(path, as_on_metal, monkeypatch):
+    """The same drafts as by the logits, and no head's logits are computed."""
+    model, _ = mlx_mtp.load(path)
+    want = [drafted for *_, drafted in mtp_stream(model, PROMPT, 12, 2)]
+    monkeypatch.setattr(dispatch, "greedy_usable", lambda *layer: False)
+    assert [drafted for *_, drafted in mtp_stream(model, PROMPT, 12, 2)] == want
+    assert any(want)
+
+
+def test_no_logits_for_greedy_drafts(path, as_on_metal, monkeypatch):
+    def forbidden(*_):
+        raise AssertionError("logits of a greedy draft")
+
+    model, _ = mlx_mtp.load(path)
+    monkeypatch.setattr(type(model.mtp), "logits", forbidden)
+    mtp_stream(model, PROMPT, 6, 2)
+    with pytest.raises(AssertionError, match="logits of a greedy draft"):
+        mtp_stream(model, PROMPT, 6, 2, temp=1.0)
 
 
 def test_rows_of_a_batch(path, as_on_metal):
@@ -172,5 +193,8 @@ def test_a_kernel_that_does_not_compile(path, as_on_metal, monkeypatch):
     assert len(caught) == 1
     want = plain_stream(path, PROMPT, 12)
     assert [token for token, *_ in got] == [token for token, _ in want]
-    sizes = layer_of(model).sizes(mx.float32)
-    assert "Unable to build" in dispatch.failure(sizes)
+    _, tokenizer = mlx_mtp.load(path)
+    (*_, last) = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=3)
+    (note,) = last.stats.notes
+    assert "gated_delta_verify" in note
+    assert "Unable to build" in note
