@@ -24,6 +24,7 @@ from mlx_mtp import load
 from mlx_mtp.generate_step import target_of
 from mlx_mtp.models import family_of
 from mlx_mtp.speculative.cache import RecurrentCache
+from mlx_mtp.speculative.draft import MOST_WAITING
 from mlx_mtp.speculative.loop import pack
 from mlx_mtp.speculative.round import Block, Engine
 
@@ -234,13 +235,15 @@ def traffic(run: Plain | Rounds, context: int) -> Traffic:
     if isinstance(run, Plain):
         return Traffic(weights, kv_bytes(run.cache, context), int(states + windows))
     K = run.num_draft_tokens
-    passes = max(K, 1)  # of the head: over the block, then one for each further draft
+    # Of the head: over the block, then one for each further draft. Without drafts,
+    # positions wait and are shown to it together.
+    passes = K or 1 / MOST_WAITING
     records = [arrays_of(c.block.rows) for c in layers if c.block]
     records = 2 * sum(x.nbytes for rows in records for x in rows)
     return Traffic(
-        weights + passes * nbytes(head) + K * nbytes(output),
+        int(weights + passes * nbytes(head) + K * nbytes(output)),
         kv_bytes(run.engine.cache, context)
-        + passes * kv_bytes([run.engine.drafter.cache], context),
+        + int(passes * kv_bytes([run.engine.drafter.cache], context)),
         int(states + windows + records),
     )
 
