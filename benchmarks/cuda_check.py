@@ -20,7 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from metal import generated_source, run_kernel
 from metal.cuda import NO_NVCC, gpus, nvcc, run_cuda
 
-CASES = ("metal.cases:row_sum", "metal.cases:gated_delta_step")
+CASES = (
+    "metal.cases:row_sum",
+    "metal.cases:gated_delta_step",
+    "metal.project_cases:delta_verify",
+    "metal.project_cases:delta_prologue",
+    "metal.project_cases:gated_norm",
+    "metal.project_cases:greedy",
+    "metal.project_cases:greedy_quantized",
+)
 
 
 def worst(a: mx.array, b: mx.array) -> float:
