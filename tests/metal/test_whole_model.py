@@ -1,14 +1,21 @@
 """A model end to end on the kernels, as on a Mac, against MLX's operations."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from checks import engine_of, loop_of, mtp_stream, plain_stream, stop_after
 from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3_next
 
 import mlx_mtp
 from mlx_mtp.kernels import dispatch, gated_delta_verify
-from mlx_mtp.models.gated_delta_net import KernelBlock, RewindableGatedDeltaNet
+from mlx_mtp.models.gated_delta_net import (
+    KernelBlock,
+    RewindableGatedDeltaNet,
+    RewindableQwen3NextGatedDeltaNet,
+)
 from mlx_mtp.speculative.cache import MAX_BLOCK, RecurrentCache
 
 PROMPT = [ord(c) for c in "Qa verify step"]
@@ -198,3 +205,53 @@ def test_a_kernel_that_does_not_compile(path, as_on_metal, monkeypatch):
     (note,) = last.stats.notes
     assert "gated_delta_verify" in note
     assert "Unable to build" in note
+
+
+def test_other_shapes_run_on_the_operations(random_dir, as_on_metal, monkeypatch):
+    """Heads of 16: no kernel is launched, and nothing is said."""
+    launches = watch(monkeypatch)
+    model, _ = mlx_mtp.load(random_dir)
+    got = mtp_stream(model, PROMPT, 6, 2)
+    want = plain_stream(random_dir, PROMPT, 6)
+    assert [token for token, *_ in got] == [token for token, _ in want]
+    assert not launches
+
+
+@pytest.mark.parametrize(
+    ("change", "covered"),
+    [
+        ({}, True),
+        ({"Dk": 256, "Dv": 32}, True),
+        ({"Dk": 48}, False),
+        ({"Dv": 288}, False),
+        ({"Hk": 3}, False),
+        ({"W": 1}, False),
+        ({"dtype": mx.float64}, False),
+    ],
+    ids=str,
+)
+def test_what_is_covered(change, covered):
+    sizes = dispatch.Sizes(2, 4, 64, 32, 4, mx.bfloat16)._replace(**change)
+    assert dispatch.covers(sizes) == covered
+
+
+def test_qwen3_next_layer(as_on_metal, monkeypatch):
+    """Its projections are reordered, so the kernels get them one by one."""
+    args = SimpleNamespace(
+        hidden_size=64, rms_norm_eps=1e-6, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=64, linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    stock = qwen3_next.Qwen3NextGatedDeltaNet(args).eval()
+    layer = RewindableQwen3NextGatedDeltaNet.from_base(stock)
+    x = mx.random.normal((2, 7, 64), key=mx.random.key(4))
+    cache = RecurrentCache(2)
+    first = layer(x[:, :4], None, cache)
+    cache.keep(mx.array([2, 4]))
+    second = layer(x[:, 4:], None, cache)
+    assert isinstance(cache.block, KernelBlock)
+    for row, kept in enumerate((2, 4)):
+        text = mx.concatenate([x[row : row + 1, :kept], x[row : row + 1, 4:]], axis=1)
+        want = stock(text)
+        assert mx.allclose(first[row, :kept], want[0, :kept], atol=1e-5)
+        assert mx.allclose(second[row], want[0, kept:], atol=1e-5)
