@@ -18,6 +18,7 @@ from . import (
     deepseek_v32,
     ernie4_5_moe,
     exaone_moe,
+    gemma4,
     glm4_moe,
     glm4_moe_lite,
     glm_moe_dsa,
@@ -31,7 +32,7 @@ from . import (
 )
 from .reference import Drafts, HeadOut, Reference, Target, Toggles, Tokens
 
-__all__ = ["FAMILIES", "Family", "Reference", "Toggles", "family"]
+__all__ = ["DRAFTERS", "FAMILIES", "Family", "Reference", "Toggles", "family"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,12 @@ FAMILIES = [
     _variant(qwen3_next, qwen3_next.Qwen3NextReference),
     _variant(step3p5, step3p5.Step3p5Reference),
 ]
+# Drafters of their own, in a directory below the target's: see ``gemma4``.
+DRAFTERS = [
+    _variant(gemma4, gemma4.Gemma4Reference),
+    _variant(gemma4, gemma4.Gemma4Reference, "gemma4_large", large=True),
+]
 
 
 def family(name: str) -> Family:
-    return {f.name: f for f in FAMILIES}[name]
+    return {f.name: f for f in FAMILIES + DRAFTERS}[name]
