@@ -14,6 +14,7 @@ the chosen clusters have logits of minus infinity; transformers gives them one l
 the smallest, which lets sampling draw them.
 """
 
+import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -62,10 +63,13 @@ class Gemma4Reference(Reference):
         """The assistant's raw tensors; without any, those of its file."""
         path = self.path / ASSISTANT
         self.raw_head = head or read_raw(path)
-        read = json.loads((path / "config.json").read_text())
-        self.assistant_config = Gemma4AssistantConfig(**read)
-        self.assistant_config._attn_implementation = "eager"
-        self.assistant = Gemma4AssistantForCausalLM(self.assistant_config)
+        if hasattr(self, "assistant"):
+            self.assistant = copy.deepcopy(self.assistant)
+        else:
+            read = json.loads((path / "config.json").read_text())
+            self.assistant_config = Gemma4AssistantConfig(**read)
+            self.assistant_config._attn_implementation = "eager"
+            self.assistant = Gemma4AssistantForCausalLM(self.assistant_config)
         embedding = self.raw_head["model.embed_tokens.weight"]
         self.assistant.load_state_dict(self.raw_head | {"lm_head.weight": embedding})
         self.assistant.eval()
@@ -83,7 +87,7 @@ class Gemma4Reference(Reference):
 
     @torch.no_grad()
     def head(
-        self, states: Tensor, tokens: Tokens, kv: KV, positions: Tensor, **toggles: Any
+        self, states: Tensor, tokens: Tokens, kv: KV, positions: Tensor
     ) -> HeadOut:
         """Rows of their own, which do not see each other.
 
@@ -93,7 +97,6 @@ class Gemma4Reference(Reference):
             kv: from ``kv``.
             positions: [T]; a row sees the keys before its own.
         """
-        replace(self.toggles, **toggles)
         embedded = self.decoder.embed_tokens(batch(tokens))  # scaled
         x = torch.cat([embedded, torch.as_tensor(states)], dim=-1)
         hidden = self.assistant.model(

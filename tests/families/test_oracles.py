@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from mlx_lm.utils import _get_classes
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpLayer, MtpModel
@@ -238,6 +239,32 @@ def test_generic_layer(name, references, tokens):
             mask = part.mask(LENGTH - 1)
             got = layer(embedding, hidden, rotary, mask, positions, None)
         assert difference(got, want) < RIGHT
+
+
+def test_generic_drafting(references, tokens):
+    """transformers' loop over chained modules, which feeds the normed state on."""
+    reference = references("step3p5")
+
+    class Loop:
+        layers = reference.modules
+
+        def forward_layer(self, i, states, positions, _, input_ids):
+            part, self.current = self.layers[i], i
+            embedding = part.main_embedding(input_ids)
+            rotary, mask = part.rotary(embedding, positions), part.mask(LENGTH - 1)
+            layer = generic_layer(part, True)
+            return layer(embedding, states, rotary, mask, positions, None)
+
+        def _project_to_logits(self, states):
+            return F.linear(states, self.layers[self.current].weights["output"])
+
+    states = reference.target(tokens[:, :-1]).pre_norm
+    positions = torch.arange(1, LENGTH)[None]
+    with torch.no_grad():
+        found = MtpModel.forward(Loop(), tokens[:, 1:], states, None, positions, None)
+    want = reference.drafts(tokens, reference.num_modules, chain="post_norm")
+    assert found[0].tolist() == want.tokens.tolist()
+    assert difference(found[1], want.logits) < RIGHT
 
 
 def generic_layer(part, own_norm):
