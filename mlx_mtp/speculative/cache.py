@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx.utils import tree_map, tree_reduce
 from mlx_lm.models.cache import ArraysCache, _BaseCache
 
-from .ranges import arange
+from .ranges import arange, repeated
 
 MAX_BLOCK = 9  # rows of a verify block: the pending token and at most 8 drafts
 
@@ -257,11 +257,11 @@ class RecurrentCache(ArraysCache):
             self._forget()
             return block, n
         self.commit()
-        return None, mx.array([0] * batch_size, mx.int32)
+        return None, repeated(0, batch_size)
 
     def _counts(self, pending: mx.array | int) -> mx.array:
         if isinstance(pending, int):
-            return mx.array([pending] * self._recorded, mx.int32)
+            return repeated(pending, self._recorded)
         return pending
 
     def keep(self, n: mx.array) -> None:
@@ -321,7 +321,7 @@ class RecurrentCache(ArraysCache):
         if row < recorded and n is not None:
             pending = mx.broadcast_to(n, (recorded,))
         if isinstance(pending, int):
-            pending = mx.array([pending] * recorded, mx.int32)
+            pending = repeated(pending, recorded)
         if pending is not None:
             arrays = replay(block, pending)
         new = type(self)(len(arrays))

@@ -11,3 +11,11 @@ def arange(count: int) -> mx.array:
     numbers = mx.arange(count)
     mx.eval(numbers)
     return numbers
+
+
+@lru_cache
+def repeated(value: int, count: int) -> mx.array:
+    """``count`` times the same number, int32, evaluated."""
+    numbers = mx.array([value] * count, mx.int32)
+    mx.eval(numbers)
+    return numbers
