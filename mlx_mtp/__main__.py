@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-COMMANDS = {"generate": "generate_cli", "convert": "convert", "chat": "chat"}
+COMMANDS = {"generate": "generate_cli", "convert": "convert_cli", "chat": "chat"}
 
 
 def main() -> None:

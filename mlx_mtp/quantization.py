@@ -4,14 +4,17 @@ Knows modules, no files and no model family.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 from mlx_lm.utils import quantize_model
 
+Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
 # The value of ``mtp_bits`` that leaves the head as it is.
 HEAD_UNQUANTIZED = 16
 DEFAULT_MODE = "affine"
@@ -53,10 +56,15 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with the target and the head; None leaves one as it is."""
+    """What to do with the target and the head; None leaves one as it is.
+
+    Args:
+        predicate: one of mlx-lm's recipes, or a function, for the target's layers.
+    """
 
     target: Quantization | None
     head: Quantization | None
+    predicate: str | Predicate | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -66,32 +74,64 @@ def make_plan(
     q_bits: int | None,
     q_mode: str,
     mtp_bits: int | None,
+    mtp_group_size: int | None = None,
+    mtp_mode: str | None = None,
+    quant_predicate: str | Predicate | None = None,
 ) -> Plan:
     """Resolve the options of ``convert``; see there.
 
     Raises:
         ValueError: for a value the mode does not have.
     """
-    if q_mode not in MODES:
-        raise ValueError(f"q_mode {q_mode!r} is not one of {', '.join(MODES)}")
-    mode = MODES[q_mode]
-    group_size = _choose("q_group_size", q_group_size, mode.group_sizes, q_mode)
-    bits = _choose("q_bits", q_bits, mode.bits, q_mode)
-    target = Quantization(group_size, bits, q_mode) if quantize else None
-    if mtp_bits is None:
-        head = target
-    elif mtp_bits == HEAD_UNQUANTIZED:
+    for name, value in (("q_mode", q_mode), ("mtp_mode", mtp_mode or q_mode)):
+        if value not in MODES:
+            raise ValueError(f"{name} {value!r} is not one of {', '.join(MODES)}")
+    recipe = quant_predicate if isinstance(quant_predicate, str) else None
+    if recipe is not None and recipe not in QUANT_RECIPES:
+        raise ValueError(
+            f"quant_predicate {recipe!r} is not one of {', '.join(QUANT_RECIPES)}"
+        )
+    if recipe and q_mode != "affine":
+        raise ValueError(
+            f"quant_predicate {recipe!r} needs q_mode 'affine', not {q_mode!r}"
+        )
+    target = _quantization("q", q_group_size, q_bits, q_mode) if quantize else None
+    if target is None:  # a wrong value is wrong without effect as well
+        _quantization("q", q_group_size, q_bits, q_mode)
+    head = target
+    if mtp_bits == HEAD_UNQUANTIZED:
         head = None
-    else:
-        allowed = (*mode.bits, HEAD_UNQUANTIZED)
-        bits = _choose("mtp_bits", mtp_bits, allowed, q_mode)
-        head = Quantization(group_size, bits, q_mode)
-    notes = []
-    if not quantize and q_bits is not None:
-        notes.append(f"q_bits {q_bits} has no effect without quantize (-q)")
-    if not quantize and head is None and q_group_size is not None:
-        notes.append(f"q_group_size {q_group_size} has no effect without quantize (-q)")
-    return Plan(target, head, tuple(notes))
+    elif (mtp_bits, mtp_group_size, mtp_mode) != (None, None, None):
+        same_mode = mtp_mode in (None, q_mode)
+        if same_mode and mtp_group_size is None:
+            mtp_group_size = q_group_size
+        if same_mode and mtp_bits is None:
+            mtp_bits = q_bits
+        head = _quantization("mtp", mtp_group_size, mtp_bits, mtp_mode or q_mode)
+    elif target is not None and recipe:
+        # The recipe's larger number: the head is small.
+        head = replace(target, bits=int(recipe.rpartition("_")[2]))
+    named = {"q_bits": q_bits, "quant_predicate": recipe}
+    if head is None:
+        named["q_group_size"] = q_group_size
+    notes = [
+        f"{name} {value} has no effect without quantize (-q)"
+        for name, value in named.items()
+        if value is not None and not quantize
+    ]
+    return Plan(target, head, quant_predicate if quantize else None, tuple(notes))
+
+
+def _quantization(
+    prefix: str, group_size: int | None, bits: int | None, mode: str
+) -> Quantization:
+    known = MODES[mode]
+    allowed = (*known.bits, HEAD_UNQUANTIZED) if prefix == "mtp" else known.bits
+    sizes = known.group_sizes
+    group_size = _choose(f"{prefix}_group_size", group_size, sizes, mode)
+    return Quantization(
+        group_size, _choose(f"{prefix}_bits", bits, allowed, mode), mode
+    )
 
 
 def _choose(name: str, value: int | None, allowed: tuple[int, ...], mode: str) -> int:
@@ -106,9 +146,16 @@ def _choose(name: str, value: int | None, allowed: tuple[int, ...], mode: str) -
 
 
 def quantize_target(
-    model: nn.Module, config: dict[str, Any], quantization: Quantization
+    model: nn.Module,
+    config: dict[str, Any],
+    quantization: Quantization,
+    predicate: str | Predicate | None = None,
 ) -> tuple[nn.Module, dict[str, Any], list[str]]:
     """Quantise the target as mlx-lm does.
+
+    Args:
+        predicate: a recipe or a function that chooses for each layer, as in mlx-lm;
+            default: the model's own.
 
     Returns:
         The model, its new config, and the layers left alone because the group size
@@ -121,7 +168,7 @@ def quantize_target(
         quantization.group_size,
         quantization.bits,
         mode=quantization.mode,
-        quant_predicate=_predicate(model, quantization),
+        quant_predicate=_predicate(model, quantization, predicate),
     )
     return model, config, skipped
 
@@ -147,14 +194,19 @@ def quantize_head(
 
 
 def _predicate(
-    model: nn.Module, quantization: Quantization
-) -> Callable[[str, nn.Module], bool | dict[str, Any]]:
+    model: nn.Module,
+    quantization: Quantization,
+    chosen: str | Predicate | None = None,
+) -> Predicate:
     """mlx-lm's choice for the model's layers; routers never have less than 8 bits."""
-    theirs = getattr(model, "quant_predicate", None)
+    theirs = chosen or getattr(model, "quant_predicate", None)
+    if isinstance(chosen, str):
+        theirs = mixed_quant_predicate_builder(chosen, model, quantization.group_size)
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         choice = theirs(path, module) if theirs else True
-        if choice is True and path.endswith(ROUTERS):
+        least = choice is True or isinstance(chosen, str)
+        if choice and least and path.endswith(ROUTERS):
             choice = {"group_size": quantization.group_size, "bits": 8}
         # mlx-lm names 64 whatever is asked for.
         if isinstance(choice, dict) and module.weight.shape[-1] % choice["group_size"]:
@@ -168,6 +220,24 @@ def is_quantized(module: nn.Module) -> bool:
     """Whether any layer is; all may be too narrow for the group size."""
     names = (name for name, _ in tree_flatten(module.parameters()))
     return any(name.endswith(".scales") for name in names)
+
+
+def stored_quantization(
+    head: nn.Module, planned: Quantization | None
+) -> dict[str, Any] | None:
+    """What the marker says of a head; None if no layer is quantised.
+
+    Args:
+        planned: how it was quantised; None if its source has done it.
+    """
+    layers = [layer for _, layer in head.named_modules() if hasattr(layer, "scales")]
+    if not layers:
+        return None
+    if planned is not None:
+        return planned.as_dict()
+    names = ("group_size", "bits", "mode")
+    kinds = Counter(tuple(getattr(layer, n) for n in names) for layer in layers)
+    return dict(zip(names, kinds.most_common(1)[0][0], strict=True))
 
 
 def skipped_note(part: str, skipped: list[str], quantization: Quantization) -> str:

@@ -6,14 +6,11 @@ Knows nothing of what is written.
 import contextlib
 import os
 import shutil
-import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
-
-POLL_SECONDS = 0.2
 
 
 def check_free(target: Path) -> None:
@@ -55,40 +52,9 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def progress(directory: Path, total: int) -> Iterator[None]:
-    """A bar over the bytes in ``directory``; silent where stderr is no terminal.
-
-    Files are written by code that reports nothing, so a thread reads their sizes.
-
-    Args:
-        total: the bytes expected in the end.
-    """
+def progress(total: int) -> Iterator[Callable[[int], object]]:
+    """A bar over bytes, to be told how many were written; silent without a terminal."""
     with tqdm(
         total=total, desc="Writing", unit="B", unit_scale=True, disable=None
     ) as bar:
-        if bar.disable:
-            yield
-            return
-        stop = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(bar, directory, stop))
-        watcher.daemon = True
-        watcher.start()
-        try:
-            yield
-            done = total
-        except BaseException:
-            done = bar.n
-            raise
-        finally:
-            stop.set()
-            watcher.join()
-            bar.n = done
-            bar.refresh()
-
-
-def _watch(bar: tqdm, directory: Path, stop: threading.Event) -> None:
-    while not stop.wait(POLL_SECONDS):
-        with contextlib.suppress(OSError):
-            size = sum(file.stat().st_size for file in directory.iterdir())
-            bar.n = min(size, bar.total)
-            bar.refresh()
+        yield bar.update

@@ -9,7 +9,8 @@ import pytest
 from checkpoints import build
 from converting import edit_config, head_of, rewrite
 
-from mlx_mtp.convert import convert, main
+from mlx_mtp.convert import convert
+from mlx_mtp.convert_cli import main
 
 CONV = "model.language_model.layers.0.linear_attn.conv1d.weight"
 FC, Q_NORM = "mtp.fc.weight", "mtp.layers.0.self_attn.q_norm.weight"
@@ -220,14 +221,6 @@ def test_target_is_not_whole(refuse, raw, edit, words):
 def test_quantised_source(refuse, raw, key, value):
     rewrite(raw, lambda w: w.update({key: value}))
     refuse(raw, "is quantised", key, "original checkpoint")
-
-
-def test_converted_source(refuse, raw, tmp_path):
-    convert(raw, tmp_path / "done")
-    refuse(tmp_path / "done", "already in MLX format", "original")
-    # The same without mlx's own metadata.
-    rewrite(tmp_path / "done", lambda w: None)
-    refuse(tmp_path / "done", "not in the original layout", "[128, 4, 1]")
 
 
 def test_source_of_two_layouts(refuse, raw):

@@ -8,7 +8,8 @@ import pytest
 from checkpoints import build
 from converting import HEAD_LINEARS, HEAD_NORMS, config_of, head_of, read, same
 
-from mlx_mtp.convert import convert, main
+from mlx_mtp.convert import convert
+from mlx_mtp.convert_cli import main
 
 TOKENS = mx.array([[81, 97, 7, 7, 250, 3, 81, 12, 90, 200]])
 

@@ -33,7 +33,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 import mlx_mtp
-from mlx_mtp.convert import main as convert_main
+from mlx_mtp.convert_cli import main as convert_main
 from mlx_mtp.generate_cli import main as generate_main
 from mlx_mtp.models import FAMILIES, UNSUPPORTED
 

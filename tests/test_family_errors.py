@@ -173,14 +173,6 @@ def test_dspark_head(source, part):
     assert_refused(raw, "DSpark", f"mtp.{part}.weight")
 
 
-def test_converted_source(source):
-    raw = source("deepseek_v3")
-    mlx_mtp.convert(raw, raw.parent / "done")
-    rewrite(raw.parent / "done", lambda w: None)  # loses mlx's metadata
-    with pytest.raises(ValueError, match="already in MLX format"):
-        mlx_mtp.convert(raw.parent / "done", raw.parent / "out")
-
-
 @pytest.mark.parametrize("name", ["deepseek_v3", "mimo", "exaone_moe"])
 def test_raw_directory_is_not_loaded(source, name):
     raw = source(name)
