@@ -11,7 +11,14 @@ from .checkpoint import MARKER
 from .fp8 import ACTIVATION_SCALES, FP8, SCALE_SUFFIXES
 from .messages import listing
 from .models import family_of
-from .source import QUANTIZED_CONFIG, Layout, Source, open_files, read_config
+from .source import (
+    QUANTIZED_CONFIG,
+    SIDECARS,
+    Layout,
+    Source,
+    open_files,
+    read_config,
+)
 
 CONV_WEIGHT = "conv1d.weight"
 # Parts of names that only mlx-lm's layout has: stacked experts, split latent layers.
@@ -49,7 +56,7 @@ def _layout(source: Source) -> Layout:
     main = [
         header
         for file, header in source.headers.items()
-        if file.name.startswith("model") and file.parent == source.path
+        if file.relative_to(source.path).as_posix() not in SIDECARS
     ]
     marked = any(h.metadata.get("format") == "mlx" for h in main)
     marked |= any(part in key for key in source.files for part in CONVERTED)
