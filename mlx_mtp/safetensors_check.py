@@ -13,6 +13,8 @@ from pathlib import Path
 
 # The format's own bound.
 MAX_HEADER_BYTES = 100_000_000
+# What reading a file of another kind can end in.
+BAD_JSON = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 LFS_POINTER = b"version "
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -58,12 +60,15 @@ def check_file(path: str | Path) -> Header:
     try:
         entries, data_start, data_bytes = _read_header(Path(path))
         metadata = dict(entries.pop("__metadata__", None) or {})  # mlx writes null
-        ends = [_check_entry(name, entry) for name, entry in entries.items()]
-        if max(ends, default=0) != data_bytes:
+        spans = sorted((*_span(name, entry), name) for name, entry in entries.items())
+        ends = [0, *(end for _, end, _ in spans)]
+        if ends[-1] != data_bytes:
             raise ValueError(
-                f"its header promises {max(ends, default=0)} bytes of data, "
-                f"it has {data_bytes}"
+                f"its header promises {ends[-1]} bytes of data, it has {data_bytes}"
             )
+        for end, (begin, _, name) in zip(ends, spans, strict=False):
+            if begin != end:  # the format allows neither overlaps nor holes
+                raise ValueError(f"the data of {name} does not follow that before it")
         tensors = {
             name: TensorInfo(
                 entry["dtype"],
@@ -73,7 +78,7 @@ def check_file(path: str | Path) -> Header:
             )
             for name, entry in entries.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except BAD_JSON as error:
         reason = error if type(error) is ValueError else "its header cannot be read"
         raise ValueError(
             f"{path} is truncated or corrupt ({reason}); download or copy it again"
@@ -91,15 +96,25 @@ def _read_header(path: Path) -> tuple[dict, int, int]:
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError("its header is not complete")
-        return json.loads(file.read(length)), 8 + length, size - 8 - length
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
+        return header, 8 + length, size - 8 - length
 
 
-def _check_entry(name: str, entry: dict) -> int:
-    """Where a tensor's data ends, after a check of its size."""
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return entries
+
+
+def _span(name: str, entry: dict) -> tuple[int, int]:
+    """Where a tensor's data begins and ends, after a check of its size."""
     begin, end = entry["data_offsets"]
+    if any(type(n) is not int for n in (begin, end, *entry["shape"])):
+        raise ValueError(f"{name} has a size that is no number")
     item = ITEM_BYTES.get(entry["dtype"])
     if begin < 0 or end < begin or any(n < 0 for n in entry["shape"]):
         raise ValueError(f"{name} has a negative size")
     if item is not None and end - begin != item * math.prod(entry["shape"]):
         raise ValueError(f"the data of {name} does not have the size of its shape")
-    return end
+    return begin, end

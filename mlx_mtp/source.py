@@ -21,13 +21,13 @@ from .cli import one_line
 from .fp8 import DEFAULT_BLOCK, FP8, SCALE_SUFFIXES, Scale, make_scale
 from .messages import listing
 from .models.family import Family
-from .safetensors_check import Header, TensorInfo, check_file
+from .safetensors_check import BAD_JSON, Header, TensorInfo, check_file
 
 Layout = Literal["raw", "mlx"]
 # Files of a head beside its model; their names may have lost the prefix.
 SIDECARS = (MTP_FILE, "model-mtp.safetensors", "mtp/weights.safetensors")
 FLOAT_DTYPES = ("F32", "F16", "BF16")
-COPIED_BYTES = 1 << 24
+COPIED_BYTES = 1 << 18  # in one piece, as cp does
 # As NumPy has them, and as MLX does.
 STORED = {
     "F32": (np.float32, mx.float32),
@@ -177,7 +177,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has no config.json; is it a checkpoint's directory?")
     try:
         config = load_config(path)
-    except (ValueError, TypeError, AttributeError) as error:
+    except BAD_JSON as error:
         raise ValueError(f"{file} cannot be read: {one_line(error)}") from error
     text = config.get("text_config", {}) if isinstance(config, dict) else None
     if not isinstance(text, dict):
@@ -228,7 +228,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
         try:
             found = dict(json.loads(index.read_text())["weight_map"])
             outside = [n for n in found.values() if Path(n).name != n]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except BAD_JSON as error:
             raise ValueError(f"{index} cannot be read: {one_line(error)}") from error
         if outside:
             raise ValueError(f"{index} names files elsewhere: {listing(outside)}")

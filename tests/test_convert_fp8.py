@@ -177,7 +177,7 @@ def test_mlx_lm_reads_the_same(options, tmp_path):
         ),
         (
             lambda t: t.update({WEIGHT: t[WEIGHT].to(torch.float8_e5m2)}),
-            "F8_E5M2",
+            WEIGHT,
         ),
     ],
     ids=["no scale", "NaN", "shape", "another FP8"],
