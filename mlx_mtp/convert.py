@@ -230,7 +230,10 @@ def _quantize(
         notes.append("the head is quantised already and stays as it is")
     elif plan.head is not None:
         head, skipped = _packed(
-            head, lambda module: quantize_head(module, model.module, plan.head)
+            head,
+            lambda module: quantize_head(
+                module, model.module, plan.head, source.family.alike
+            ),
         )
         if skipped:
             notes.append(skipped_note("MTP head", skipped, plan.head))

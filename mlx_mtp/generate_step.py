@@ -137,9 +137,9 @@ def steps(
     if memory is not None:
         num_draft_tokens = memory.begin(repeatable=needs_repeating(rule, options))
     cache = None if prompt_cache is None else adopt(prompt_cache)
-    if cache is not None and len(cache) != len(model.layers):
+    if cache is not None and len(cache) != target.num_caches:
         raise ValueError(
-            f"the prompt cache has {len(cache)} layers, the model {len(model.layers)}"
+            f"the prompt cache has {len(cache)} layers, the model {target.num_caches}"
         )
     rows = None
     if processors or isinstance(rule, Called):  # both must be called in order

@@ -174,9 +174,14 @@ def quantize_target(
 
 
 def quantize_head(
-    head: nn.Module, model: nn.Module, quantization: Quantization
+    head: nn.Module,
+    model: nn.Module,
+    quantization: Quantization,
+    alike: Callable[[str, nn.Module], str] = lambda path, model: path,
 ) -> list[str]:
     """Quantise the head in place, as mlx-lm does the layers of its target ``model``.
+
+    ``alike`` gives the path that mlx-lm's rules are asked for in place of the head's.
 
     Returns:
         The layers left alone because the group size does not divide their width.
@@ -187,7 +192,7 @@ def quantize_head(
     def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(module, "to_quantized") or not quantization.divides(module):
             return False
-        return predicate(path, module)
+        return predicate(alike(path, model), module)
 
     nn.quantize(head, **quantization.as_dict(), class_predicate=choose)
     return skipped

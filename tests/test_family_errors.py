@@ -75,6 +75,22 @@ def test_no_family_is_both():
             ("MTP head", "experts.7.gate_proj"),
         ),
         ("qwen3_5_moe", "mtp.layers.0.mlp.experts.down_proj", ("down_proj",)),
+        ("longcat_flash", "model.mtp.layers.0.hnorm.m.weight", ("pre_fc_norm_hidden",)),
+        (
+            "nemotron_h",
+            "mtp.layers.1.mixer.experts.5.down_proj.weight",
+            ("MTP head", "experts.5.down_proj"),
+        ),
+        (
+            "bailing_hybrid",
+            "model.layers.4.attention.kv_b_proj.weight",
+            ("MTP head", "embed_q"),
+        ),
+        (
+            "bailing_moe_v3",
+            "model.layers.4.mlp.experts.7.up_proj.weight",
+            ("MTP head", "experts.7.up_proj"),
+        ),
         (
             "mimo_v2_flash",
             "model.mtp.layers.2.self_attn.attention_sink_bias",
@@ -132,6 +148,20 @@ def test_lists_without_entries_for_the_modules(source):
     raw = source("step3p5")
     edit_config(raw, lambda c: c.update(layer_types=c["layer_types"][:4]))
     assert_refused(raw, "layer_types", "4 entries", "layer 4", "module 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("nemotron_h", {"mtp_hybrid_override_pattern": "*M"}),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": "**"}),
+        ("nemotron_h_latent", {"mtp_layers_block_type": ["mamba", "attention"]}),
+    ],
+)
+def test_layers_that_a_head_cannot_have(source, name, change):
+    raw = source(name)
+    edit_config(raw, lambda c: c.update(change))
+    assert_refused(raw, "the MTP head's layers are", str(*change.values()))
 
 
 def test_step_in_mlx_layout(source):

@@ -8,10 +8,12 @@ import test_families as checks
 from families import family
 
 import mlx_mtp
-from mlx_mtp.models import experts, head, latent_attention
+from mlx_mtp.models import experts, head, latent_attention, linear_attention, mamba2
 from mlx_mtp.models.deepseek_v3 import DeepseekV3
 from mlx_mtp.models.exaone_moe import ExaoneMoe
 from mlx_mtp.models.heads import MTPHeads
+from mlx_mtp.models.linear_attention import RewindableKDA, RewindableLinearAttention
+from mlx_mtp.models.mamba2 import RewindableMamba2
 from mlx_mtp.speculative.cache import RewindableKVCache
 from mlx_mtp.speculative.cache_list import RewindableCacheList
 from mlx_mtp.speculative.module_cache import LateKVCache, ModuleCaches
@@ -161,6 +163,65 @@ def one_module(self, heads, right=MTPHeads.__init__):
     right(self, [heads[0]] * len(heads))
 
 
+def mamba_in_parallel(monkeypatch):
+    """mlx-lm's form for several rows: rounded otherwise than a single row's."""
+
+    def wrong(self, block, mask, right=RewindableMamba2.scan):
+        if mask is not None:
+            return right(self, block, mask)
+        return mamba2.ssm_update(
+            *(block.x, self.A_log, block.b, block.c, self.D, block.dt, self.dt_bias),
+            *(block.state, self.time_step_limit),
+        )
+
+    monkeypatch.setattr(RewindableMamba2, "scan", wrong)
+
+
+def lightning_in_parallel(monkeypatch):
+    def wrong(self, block, mask, right=RewindableLinearAttention.scan):
+        if mask is not None:
+            return right(self, block, mask)
+        rows = (block.q, block.k, block.v, self._slope)
+        return linear_attention.recurrent_gla(*rows, scale=self.scale, h=block.state)
+
+    monkeypatch.setattr(RewindableLinearAttention, "scan", wrong)
+
+
+def state_not_rewound(layer):
+    """The state is the one behind the whole block."""
+
+    def state_of_the_whole_block(monkeypatch):
+        right = layer.scan
+        monkeypatch.setattr(
+            layer, "scan", lambda self, block, _: right(self, block, None)
+        )
+
+    return state_of_the_whole_block
+
+
+def window_not_rewound(module):
+    """The convolution goes on with the last inputs, rejected ones among them."""
+
+    def window_of_the_whole_block(monkeypatch):
+        def wrong(x, ends, width):
+            return mx.contiguous(x[:, -width:])
+
+        monkeypatch.setattr(module, "conv_window", wrong)
+
+    return window_of_the_whole_block
+
+
+def gate_left_out(monkeypatch):
+    def wrong(self, out, x):
+        return self.dense(out.reshape(*out.shape[:2], -1))
+
+    monkeypatch.setattr(latent_attention.AbsorbedBailingV3MLA, "project", wrong)
+
+
+def latents_not_scaled(monkeypatch):
+    monkeypatch.delattr(latent_attention.AbsorbedLongcatFlashMLA, "latents")
+
+
 HEAD, DRAFTS = checks.test_head_equals_torch, checks.test_drafts_equal_torch
 STATES, TARGET = checks.test_states, checks.test_target_equals_torch
 
@@ -198,6 +259,16 @@ FAULTS = [
     ("step3p5", beginning_not_rewound, DRAFTS),
     ("mimo_v2_flash", first_module_alone, HEAD),
     ("step3p5", output_of_the_target, HEAD),
+    ("nemotron_h", mamba_in_parallel, same),
+    ("nemotron_h", state_not_rewound(RewindableMamba2), STATES),
+    ("nemotron_h", window_not_rewound(mamba2), STATES),
+    ("nemotron_h", experts_reversed, HEAD),
+    ("bailing_hybrid", lightning_in_parallel, same),
+    ("bailing_hybrid", state_not_rewound(RewindableLinearAttention), STATES),
+    ("bailing_moe_v3", state_not_rewound(RewindableKDA), STATES),
+    ("bailing_moe_v3", window_not_rewound(linear_attention), STATES),
+    ("bailing_moe_v3", gate_left_out, DRAFTS),
+    ("longcat_flash", latents_not_scaled, DRAFTS),
     ("qwen3_5_moe_single_experts", experts_reversed, HEAD),
     ("qwen3_5_moe", halves_swapped, HEAD),
 ]

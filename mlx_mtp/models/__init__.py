@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .bailing_hybrid import Bailing
 from .deepseek_v3 import DeepseekV3
 from .deepseek_v32 import DeepseekV32
 from .ernie4_5_moe import Ernie45Moe
@@ -10,8 +11,10 @@ from .family import Family
 from .glm4_moe import Glm4Moe
 from .glm4_moe_lite import Glm4MoeLite
 from .glm_moe_dsa import GlmMoeDsa
+from .longcat_flash import LongcatFlash
 from .mimo import MiMo
 from .mimo_v2_flash import MiMoV2Flash
+from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35
 from .qwen3_5_moe import Qwen35Moe
 from .qwen3_next import Qwen3Next
@@ -31,6 +34,9 @@ _ALL: tuple[Family, ...] = (
     Ernie45Moe(),
     ExaoneMoe(),
     Step35(),
+    LongcatFlash(),
+    NemotronH(),
+    Bailing(),
 )
 FAMILIES: dict[str, Family] = {
     model_type: family for family in _ALL for model_type in family.spec.model_types
@@ -45,11 +51,7 @@ UNSUPPORTED: dict[str, str] = {
     "gemma4_assistant": "it is a drafter without keys and values of its own",
     "gemma4_unified_assistant": "it is a drafter without keys and values of its own",
     "step3p7": _NO_MODEL,
-    "longcat_flash": "its head's layer is none that mlx-lm has",
-    "longcat_flash_ngram": "its head's layer is none that mlx-lm has",
-    "nemotron_h": "its Mamba layers cannot be rewound",
-    "bailing_hybrid": "its linear attention layers cannot be rewound",
-    "bailing_moe_v3": "its linear attention layers cannot be rewound",
+    "longcat_flash_ngram": "its embedding layer keeps tokens that cannot be rewound",
     "kimi_k3": "its linear attention layers cannot be rewound",
     "hy_v3": _NO_MODEL,
     "hy_v4": _NO_MODEL,

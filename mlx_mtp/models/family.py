@@ -29,6 +29,7 @@ class Family:
         base: mlx-lm's module of the target.
         swaps: mlx-lm's layer classes and ours that take their place; they share the
             weights (``from_base``).
+        core, embedding, norm: names in mlx-lm's model, see :class:`Target`.
         vision_prefixes: tensors that the text model does not have.
         unused: parts of names of tensors that mlx-lm's model does not have.
         raw_names: parts of names that only sources in the original layout have, where
@@ -38,6 +39,9 @@ class Family:
     spec: ClassVar[MTPSpec]
     base: ClassVar[ModuleType]
     swaps: ClassVar[dict[type, type]] = {}
+    core: ClassVar[str] = "model"
+    embedding: ClassVar[str] = "embed_tokens"
+    norm: ClassVar[str] = "norm"
     vision_prefixes: ClassVar[tuple[str, ...]] = ()
     unused: ClassVar[tuple[str, ...]] = ()
     raw_names: ClassVar[tuple[str, ...]] = ()
@@ -63,7 +67,8 @@ class Family:
         """The model in the parts the engine uses."""
         head = getattr(model, "mtp", None)
         spec = self.spec if head is None else head.spec
-        return Target(self.text_model(model), spec.hidden)
+        text = self.text_model(model)
+        return Target(text, spec.hidden, self.core, self.embedding, self.norm)
 
     def head(
         self, model: nn.Module, config: Config, spec: MTPSpec
@@ -137,9 +142,14 @@ class Family:
         Norms are shifted later. What mlx-lm does to a layer of the target is done to
         the head's by the same code.
         """
-        inside, prefix = "layers.0.", "model.layers.0."
+        return self.sanitized(weights, model, "layers.0.", "model.layers.0.")
+
+    def sanitized(
+        self, weights: Weights, model: nn.Module, inside: str, outside: str
+    ) -> Weights:
+        """The head's tensors ``inside``, sanitised as if they lay ``outside``."""
         layer = {
-            prefix + name.removeprefix(inside): value
+            outside + name.removeprefix(inside): value
             for name, value in weights.items()
             if name.startswith(inside)
         }
@@ -147,5 +157,12 @@ class Family:
         if hasattr(model, "sanitize"):
             layer = model.sanitize(layer)
         return rest | {
-            inside + name.removeprefix(prefix): value for name, value in layer.items()
+            inside + name.removeprefix(outside): value for name, value in layer.items()
         }
+
+    def alike(self, path: str, model: nn.Module) -> str:
+        """The path in the target of a layer that is quantised as the head's ``path``.
+
+        mlx-lm's rules, which are made for the target's, go by the path.
+        """
+        return path

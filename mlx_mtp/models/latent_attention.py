@@ -11,7 +11,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import deepseek_v3, deepseek_v32, glm4_moe_lite
+from mlx_lm.models import (
+    bailing_hybrid,
+    bailing_moe_v3,
+    deepseek_v3,
+    deepseek_v32,
+    glm4_moe_lite,
+    longcat_flash,
+)
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..speculative.cache import MAX_BLOCK, RewindableKVCache
@@ -43,7 +50,7 @@ class Absorbed(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q_nope, q_pe = self.queries(q, cache.offset)
         latent, k_pe = cache.update_and_fetch(*self.latents(x, cache.offset))
-        return self.attend(q_nope, q_pe, latent, k_pe, mask)
+        return self.attend(x, q_nope, q_pe, latent, k_pe, mask)
 
     def queries(self, q: mx.array, offset: mx.array) -> tuple[mx.array, mx.array]:
         """[B, T, heads * size] -> the same by head: nope, and rope turned"""
@@ -60,6 +67,7 @@ class Absorbed(nn.Module):
 
     def attend(
         self,
+        x: mx.array,
         q_nope: mx.array,
         q_pe: mx.array,
         latent: mx.array,
@@ -68,7 +76,10 @@ class Absorbed(nn.Module):
     ) -> mx.array:
         """-> [B, T, hidden_size]"""
         scores = self.latent_attention(q_nope, q_pe, latent, k_pe, mask)
-        out = self.unembed_out(scores).swapaxes(1, 2)
+        return self.project(self.unembed_out(scores).swapaxes(1, 2), x)
+
+    def project(self, out: mx.array, x: mx.array) -> mx.array:
+        """[B, T, heads, v_head_dim] and the layer's input -> [B, T, hidden_size]"""
         return self.o_proj(out.reshape(*out.shape[:2], -1))
 
     def latent_attention(
@@ -121,7 +132,7 @@ class AbsorbedDeepseekV32Attention(Absorbed, deepseek_v32.DeepseekV32Attention):
         if chosen is None:
             # The keys are not read; they must be computed all the same.
             latent = mx.depends(latent, keys.keys)
-            return self.attend(q_nope, q_pe, latent, k_pe, mask)
+            return self.attend(x, q_nope, q_pe, latent, k_pe, mask)
         return self.attend_chosen(q_nope, q_pe, latent, k_pe, mask, chosen)
 
     def choose(
@@ -183,8 +194,43 @@ class AbsorbedDeepseekV32Attention(Absorbed, deepseek_v32.DeepseekV32Attention):
         return self.o_proj(out.reshape(B, T, -1))
 
 
+class AbsorbedLongcatFlashMLA(Absorbed, longcat_flash.LongcatFlashMLA):
+    """Queries and latents are scaled where the config says so."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_attention_heads
+
+    def queries(self, q: mx.array, offset: mx.array) -> tuple[mx.array, mx.array]:
+        scale = getattr(self, "mla_scale_q_lora", None)
+        return super().queries(q if scale is None else q * scale, offset)
+
+    def latents(self, x: mx.array, offset: mx.array) -> tuple[mx.array, mx.array]:
+        scale = getattr(self, "mla_scale_kv_lora", None)
+        latent, k_pe = super().latents(x, offset)
+        return latent if scale is None else latent * scale, k_pe
+
+
+class AbsorbedBailingMLA(Absorbed, bailing_hybrid.MultiLatentAttention):
+    @property
+    def o_proj(self) -> nn.Module:
+        return self.dense
+
+
+class AbsorbedBailingV3MLA(Absorbed, bailing_moe_v3.BailingMLA):
+    """With a gate per head before the output projection."""
+
+    def project(self, out: mx.array, x: mx.array) -> mx.array:
+        gate = mx.sigmoid(self.g_proj(x).astype(mx.float32)).astype(out.dtype)
+        out = out * gate[..., None]
+        return self.dense(out.reshape(*out.shape[:2], -1))
+
+
 ABSORBED = {
     deepseek_v3.DeepseekV3Attention: AbsorbedDeepseekV3Attention,
     glm4_moe_lite.Glm4MoeLiteAttention: AbsorbedGlm4MoeLiteAttention,
+    longcat_flash.LongcatFlashMLA: AbsorbedLongcatFlashMLA,
+    bailing_hybrid.MultiLatentAttention: AbsorbedBailingMLA,
+    bailing_moe_v3.BailingMLA: AbsorbedBailingV3MLA,
     deepseek_v32.DeepseekV32Attention: AbsorbedDeepseekV32Attention,
 }

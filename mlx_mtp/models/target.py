@@ -29,15 +29,26 @@ class Target:
     Args:
         model: mlx-lm's model of the text: ``model``, ``args`` and maybe ``lm_head``.
         stage: of the hidden states that ``hidden`` returns and ``logits`` takes.
+        core, embedding, norm: what the core is called in the model, and the embedding
+            and the final norm in the core.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage = "post_norm"):
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: Stage = "post_norm",
+        core: str = "model",
+        embedding: str = "embed_tokens",
+        norm: str = "norm",
+    ):
         self.model, self.stage = model, stage
-        self._core = model.model if stage == "post_norm" else without_norm(model.model)
+        whole = getattr(model, core)
+        self._embedding, self._norm = whole[embedding], whole[norm]
+        self._core = whole if stage == "post_norm" else without_norm(whole, norm)
 
     @property
     def vocab_size(self) -> int:
-        return self.model.model.embed_tokens.weight.shape[0]
+        return self._embedding.weight.shape[0]
 
     @property
     def head_dim(self) -> int | None:
@@ -51,12 +62,17 @@ class Target:
         width = getattr(args, "head_dim", None)
         return width or args.hidden_size // args.num_attention_heads
 
+    @property
+    def num_caches(self) -> int:
+        """One per layer that has one."""
+        return len(make_prompt_cache(self.model))
+
     def make_cache(self, batch_size: int = 1) -> list[Any]:
         return [rewindable(c, batch_size) for c in make_prompt_cache(self.model)]
 
     def embed(self, tokens: mx.array) -> mx.array:
         """[B, T] -> [B, T, hidden_size]"""
-        return self.model.model.embed_tokens(tokens)
+        return self._embedding(tokens)
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """[B, T] -> [B, T, hidden_size], at the stage that the head reads."""
@@ -64,18 +80,18 @@ class Target:
 
     def norm(self, x: mx.array) -> mx.array:
         """The final norm."""
-        return self.model.model.norm(x)
+        return self._norm(x)
 
     @property
     def output_layer(self) -> nn.Module:
         """The layer whose rows are the vocabulary: linear, or the embedding."""
-        return self.model.get("lm_head", self.model.model.embed_tokens)
+        return self.model.get("lm_head", self._embedding)
 
     def output(self, x: mx.array) -> mx.array:
         """[B, T, hidden_size], after the final norm -> [B, T, V]"""
         if "lm_head" in self.model:
             return self.model.lm_head(x)
-        return self.model.model.embed_tokens.as_linear(x)
+        return self._embedding.as_linear(x)
 
     def notes(self) -> tuple[str, ...]:
         """What the layers that have run say of kernels they do without."""
@@ -88,13 +104,13 @@ class Target:
         return self.output(hidden if post else self.norm(hidden))
 
 
-def without_norm(core: nn.Module) -> nn.Module:
+def without_norm(core: nn.Module, norm: str) -> nn.Module:
     """The same core, its modules shared, with nothing for a final norm."""
     new = type(core).__new__(type(core))
     nn.Module.__init__(new)
     new.__dict__.update(core.__dict__)
     dict.update(new, core)
-    new.norm = nn.Identity()
+    new[norm] = nn.Identity()
     return new
 
 
