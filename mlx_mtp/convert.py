@@ -232,7 +232,7 @@ def _quantize(
         head, skipped = _packed(
             head,
             lambda module: quantize_head(
-                module, model.module, plan.head, source.family.alike
+                module, model.module, plan.head, head.source.family.alike
             ),
         )
         if skipped:
