@@ -309,10 +309,10 @@ def test_config_and_tensors_disagree(family, tmp_path):
         mlx_mtp.convert(raw, tmp_path / "out")
 
 
-def test_commands(case, tmp_path, capsys):
+def test_commands(family, tmp_path, capsys):
     """What a user types: convert, then generate with and without drafts."""
     out = str(tmp_path / "made")
-    convert_main(["--hf-path", str(case.raw), "--mlx-path", out])
+    convert_main(["--hf-path", str(family.raw), "--mlx-path", out])
     texts = []
     for options in ([], ["--mtp", "--num-draft-tokens", "3"]):
         capsys.readouterr()
