@@ -23,7 +23,7 @@ FIELDS = {
     *("prompt_tps", "generation_tps", "peak_memory", "mtp", "k", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
     "num_draft_tokens_per_pos",
-    *("acceptance_rate", "mean_acceptance_length", "cached_tokens"),
+    *("acceptance_rate", "mean_acceptance_length", "cached_tokens", "notes"),
 }
 SPEED_LINES = [
     r"Prompt: 1 tokens, \d+\.\d{3} tokens-per-sec",
@@ -130,6 +130,7 @@ class TestJson:
         assert document["num_accepted_tokens_per_pos"] == [2, 2, 2]
         assert document["acceptance_rate"] == 1
         assert document["mean_acceptance_length"] == 4
+        assert document["notes"] == []
 
     def test_without_mtp(self, command):
         document = json.loads(command(*RAW_PROMPT, "--json", "-m", "4"))

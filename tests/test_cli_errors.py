@@ -91,9 +91,9 @@ def test_chat_template_that_fails(good, refused):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--num-draft-tokens", "9"], "0 to 8, not 9"),
-        (["--num-draft-tokens", "-1"], "0 to 8, not -1"),
-        (["--num-draft-tokens", "two"], "0 to 8, not two"),
+        (["--num-draft-tokens", "9"], "0 to 8, or auto, not 9"),
+        (["--num-draft-tokens", "-1"], "0 to 8, or auto, not -1"),
+        (["--num-draft-tokens", "two"], "0 to 8, or auto, not two"),
         (["--max-tokens", "0"], "-1 for no limit, not 0"),
         (["--max-tokens", "-2"], "-1 for no limit, not -2"),
         (["--prefill-step-size", "0"], "1 or more, not 0"),
