@@ -11,6 +11,8 @@ last line is one JSON document.
 import argparse
 import json
 import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from byte_tokenizer import EOS_IDS, write_json, write_tokenizer  # noqa: E402
@@ -162,16 +165,16 @@ def convert(source: Path, target: Path, *options: str) -> tuple[float, int]:
     The seconds are those of the conversion, without the imports before it.
     """
     code = (
-        "import resource, time; from mlx_mtp.convert_cli import main; "
-        "start = time.perf_counter(); main(); "
-        "print('DONE', time.perf_counter() - start, "
-        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "import time; from convert_bench import peak_bytes; "
+        "from mlx_mtp.convert_cli import main; start = time.perf_counter(); main(); "
+        "print('DONE', time.perf_counter() - start, peak_bytes())"
     )
     paths = ["--hf-path", str(source), "--mlx-path", str(target)]
     os.sync()
     done = subprocess.run(
         [sys.executable, "-c", code, *paths, *options],
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
         capture_output=True,
         text=True,
         check=False,
@@ -179,8 +182,16 @@ def convert(source: Path, target: Path, *options: str) -> tuple[float, int]:
     if done.returncode:
         raise SystemExit(done.stderr)
     seconds, peak = done.stdout.split()[-2:]
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(seconds) + synced(), int(peak) * unit
+    return float(seconds) + synced(), int(peak)
+
+
+def peak_bytes() -> int:
+    """The largest resident size that this process has had."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux hands the other figure on from the parent
+        line = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+        return int(line[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def copy(source: Path, target: Path) -> float:

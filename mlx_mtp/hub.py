@@ -23,7 +23,11 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve(
-    path_or_hf_repo: str | Path, patterns: list[str], revision: str | None = None
+    path_or_hf_repo: str | Path,
+    patterns: list[str],
+    revision: str | None = None,
+    *,
+    partial: bool = False,
 ) -> Path:
     """The directory itself, or the repository's files after a download.
 
@@ -31,6 +35,8 @@ def resolve(
         path_or_hf_repo: a directory, or ``owner/name``.
         patterns: the files to download.
         revision: branch, tag or commit of a repository.
+        partial: whether files may be missing if the hub cannot be reached: what the
+            cache has is used, and the caller sees what it lacks.
 
     Raises:
         ValueError: neither a directory nor a repository that can be reached.
@@ -47,6 +53,9 @@ def resolve(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the client lets its HTTP library's errors through
+        cached = getattr(error, "snapshot_path", None)
+        if partial and cached is not None:
+            return Path(cached)
         reason = shorten(str(error), 160, placeholder=" …")
         raise ValueError(
             f"{name} is no directory here and could not be downloaded ({reason}); "
@@ -68,7 +77,7 @@ def fetch_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
     patterns = [*DEFAULT_ALLOW_PATTERNS, WEIGHTS]
     if names is not None:
         patterns = [n for n in names if _beside_weights(n)] + _weight_files(names)
-    return resolve(path_or_hf_repo, patterns, revision)
+    return resolve(path_or_hf_repo, patterns, revision, partial=names is None)
 
 
 def fetch_head(
@@ -86,7 +95,7 @@ def fetch_head(
     """
     names = _list(path_or_hf_repo, revision)
     if names is None:
-        return resolve(path_or_hf_repo, ["*.json", WEIGHTS], revision)
+        return resolve(path_or_hf_repo, ["*.json", WEIGHTS], revision, partial=True)
     small = [n for n in names if "/" not in n and n.endswith(".json")]
     path = resolve(path_or_hf_repo, small, revision)
     layers = num_target_layers(read_config(path))
