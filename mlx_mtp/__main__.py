@@ -1,9 +1,15 @@
-"""``python -m mlx_mtp generate|convert|chat``, as mlx-lm's command."""
+"""``python -m mlx_mtp generate|convert|chat|benchmark``, as mlx-lm's command."""
 
 import importlib
 import sys
 
-COMMANDS = {"generate": "generate_cli", "convert": "convert_cli", "chat": "chat"}
+COMMANDS = {
+    "generate": "generate_cli",
+    "convert": "convert_cli",
+    "chat": "chat",
+    "benchmark": "benchmark",
+    "doctor": "doctor",
+}
 
 
 def main() -> None:

@@ -204,10 +204,10 @@ def test_auto_is_the_default_and_learns(noisy_dir):
     assert_same_stream(got, plain_stream(noisy_dir, PROMPT, 80))
     memory = memory_of(model)
     assert memory_of(model) is memory
-    assert memory.costs.at(1, 50).seen[0] > 0
+    assert memory.costs.at(1, 50).plain_rounds > 0
     assert costs_file(model).exists()
     again = DraftMemory(costs_file(mlx_mtp.load(noisy_dir)[0]))
-    assert again.costs.at(1, 50).seen == memory.costs.at(1, 50).seen
+    assert again.costs.at(1, 50).samples == memory.costs.at(1, 50).samples
 
 
 def test_a_batch_has_one_k(noisy_dir):

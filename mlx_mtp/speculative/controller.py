@@ -33,7 +33,8 @@ DELAY = 3  # rounds after which a round decided on has been read or was discarde
 LEAST_GAIN = 1.03  # what is estimated to gain less may well lose
 SUCCESS = 8  # rounds of drafting after which the pauses start anew
 CARRIED_WEIGHT = 6.0  # of what an earlier text says about a new one
-EXPLORE_EVERY = 64  # rounds; then a neighbour of K, so that its cost stays known
+CHECK_EVERY, SURE = 6, 6  # rounds between looks at K = 0, and how many there are
+EXPLORE_EVERY = 48  # rounds; then another K, so that its cost stays known
 
 
 class Acceptance:
@@ -100,8 +101,9 @@ class Controller:
         self.costs, self.timed = costs, timed
         self.acceptance = [Acceptance() for _ in range(costs.max_drafts)]
         # Rounds without a draft in a row, rounds to wait for, rounds since drafting was
-        # tried again, and rounds within which the outcome of that try must come.
-        self._idle, self._pause, self._tried, self._awaited = 0, FIRST_PAUSE, 0, 0
+        # tried again; rounds within which the outcome of a try must come, K meanwhile.
+        self._idle, self._pause, self._tried = 0, FIRST_PAUSE, 0
+        self._awaited, self._meanwhile = 0, 0
         self._rounds = 0
         if before is not None:
             for new, old in zip(self.acceptance, before.acceptance, strict=True):
@@ -157,9 +159,8 @@ class Controller:
         return total
 
     def _best(self, costs: RoundCosts) -> int:
-        candidates = range(costs.furthest + 1)
-        gain = [self.expected(k) / costs.ratio(k) for k in candidates]
-        best = max(candidates, key=gain.__getitem__)
+        gain = [self.expected(k) / costs.ratio(k) for k in range(costs.furthest + 1)]
+        best = max(range(len(gain)), key=gain.__getitem__)
         return best if gain[best] > LEAST_GAIN else 0
 
     def _pick(self, costs: RoundCosts) -> int:
@@ -167,20 +168,28 @@ class Controller:
         if not costs.ready:
             return 0
         if self._awaited:
-            return 0  # the outcome of a try is not known yet
+            return self._meanwhile
         best = self._best(costs)
         if best == 0:
             return self._try_again()
-        if self._rounds % EXPLORE_EVERY == 0:
-            step = 1 if self._rounds // EXPLORE_EVERY % 2 else -1
-            return min(max(best + step, 0), self.costs.max_drafts)
+        known = costs.comparisons(best)
+        if self.timed and 0 < known < SURE and self._rounds % CHECK_EVERY == 0:
+            return 0
+        if not known:
+            self._awaited, self._meanwhile = DELAY, costs.furthest // 2
+            return best
+        turn, due = divmod(self._rounds, EXPLORE_EVERY)
+        if due == 0 and self.timed:
+            others = (0, best + 1, 0, best - 1)
+            return min(others[turn % 4], self.costs.max_drafts)
         return best
 
     def _try_again(self) -> int:
         """One draft now and then where none pays, with a new mind about the first."""
         if self._idle < self._pause:
             return 0
-        self._awaited, self._idle, self._tried = DELAY, 0, 0
+        self._awaited, self._meanwhile = DELAY, 0
+        self._idle, self._tried = 0, 0
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.acceptance = [Acceptance() for _ in self.acceptance]
         return 1

@@ -5,125 +5,122 @@ the table from one program to the next.
 """
 
 import math
+from collections import deque
+from statistics import median
 
-# Cost of a round, all of it in logarithms: noise of one timing, drift per round of the
-# machine's speed and of the ratio of two K, what is thought of an unknown ratio.
-NOISE = 0.1
-FIRST_NOISE = 0.5  # the first round of a K may compile kernels
-SPEED_DRIFT = 0.02
-RATIO_DRIFT = 0.002
-UNKNOWN_RATIO = 0.4
-OUTLIER = 3.0  # standard deviations at which a timing is cut
+# A round is compared with a round of another K, without drafts if it can be, among the
+# last NEAR ones, so that what slows the machine down slows both. Of each K the last
+# SAMPLES comparisons count, by their median: a single timing may be off by any factor.
+NEAR = 8
+SAMPLES = 15
+FEW = 3
+CARRIED = 2  # comparisons that go over to other circumstances
 PRIOR_SLOPE = 0.2  # of the cost ratio per draft, before anything was measured
-REACH = 2  # drafts by which K may pass the largest K measured
+PRIOR_WEIGHT = 1.0  # of the line through the other K, in comparisons
 
 
 class RoundCosts:
-    """What a round costs by K: the machine's speed now, times a ratio for each K.
-
-    The speed drifts (other programs, heat); ratios hardly do. A scalar Kalman filter
-    shares what a timing tells between the two.
+    """What a round costs by K, in units of a round without drafts.
 
     Args:
         max_drafts: largest K.
     """
 
     def __init__(self, max_drafts: int):
-        self.level: float | None = None  # logarithm of the seconds at K = 0
-        self.level_variance = 0.0
-        self.log_ratio = [0.0] * (max_drafts + 1)
-        self.variance = [0.0] + [UNKNOWN_RATIO**2] * max_drafts
-        self.seen = [0] * (max_drafts + 1)
-        self._last, self._jump = -1, 0  # K before, and the sign of a leap in its time
+        self.max_drafts = max_drafts
+        self.samples: list[list[float]] = [[] for _ in range(max_drafts + 1)]
+        self.plain_rounds = 0
+        self._near: deque[tuple[int, float]] = deque(maxlen=NEAR)
+        self._ratios = self._fit()
 
     def add(self, k: int, seconds: float) -> None:
         """Learn from one round with ``k`` drafts."""
         value = math.log(max(seconds, 1e-9))
-        noise = (FIRST_NOISE if self.seen[k] == 0 else NOISE) ** 2
-        if self.level is None:
-            self.level, self.level_variance = value - math.log(self.ratio(k)), noise
-            if k == 0:
-                self.seen[0] = 1
-            return
-        if self.seen[k] == 0:
-            self.log_ratio[k] = math.log(self.ratio(k))
-        self.level_variance += SPEED_DRIFT**2
-        for i, seen in enumerate(self.seen[1:], 1):
-            if seen:
-                self.variance[i] += RATIO_DRIFT**2
-        error = value - self.level - self.log_ratio[k]
-        total = self.level_variance + self.variance[k] + noise
-        bound = OUTLIER * math.sqrt(total)
-        jump = (error > bound) - (error < -bound)
-        again, self._jump = jump and jump == self._jump, jump
-        if again:  # not a single pause: the machine has another speed now
-            self.level, self.level_variance = self.level + error, noise
-            return
-        error = min(max(error, -bound), bound)
-        for_ratio, for_level = self.variance[k] / total, self.level_variance / total
-        if jump and k == self._last:
-            for_ratio = 0.0  # a ratio does not change all at once
-        self._last = k
-        self.log_ratio[k] += for_ratio * error
-        self.variance[k] *= 1 - for_ratio
-        self.level += for_level * error
-        self.level_variance *= 1 - for_level
-        self.seen[k] += 1
+        self.plain_rounds += k == 0
+        if k:
+            plain = [v for i, v in list(self._near)[-2:] if i == 0]
+            if plain:
+                self._sample(k, value - median(plain))
+            elif len(self.samples[k]) < FEW:  # better than nothing: through the others
+                others = [v - math.log(self.ratio(i)) for i, v in self._near if i != k]
+                if len(others) > 1:
+                    self._sample(k, value - median(others))
+        else:  # the unit itself: this tells of the others
+            for other in {i for i, _ in self._near if i}:
+                values = [v for i, v in self._near if i == other]
+                self._sample(other, median(values) - value)
+        self._near.append((k, value))
+
+    def _sample(self, k: int, log_ratio: float) -> None:
+        self.samples[k] = [*self.samples[k], log_ratio][-SAMPLES:]
+        self._ratios = self._fit()
 
     def ratio(self, k: int) -> float:
         """Cost of a round with ``k`` drafts in units of one without."""
-        if k == 0 or self.seen[k]:
-            return math.exp(self.log_ratio[k])
-        known = [i for i, seen in enumerate(self.seen) if seen and i]
-        points = [(0, 1.0)] + [(i, math.exp(self.log_ratio[i])) for i in known]
-        if len(points) == 1:
-            return 1 + PRIOR_SLOPE * k
-        above = [p for p in points if p[0] > k]
-        first, second = (
-            ([p for p in points if p[0] < k][-1], above[0]) if above else points[-2:]
-        )
-        slope = (second[1] - first[1]) / (second[0] - first[0])
-        return first[1] + max(slope, 0) * (k - first[0])
+        return self._ratios[k]
+
+    def _fit(self) -> list[float]:
+        """Medians, drawn to the line through the others and made to rise with K."""
+        measured = {
+            k: (math.exp(median(samples)), len(samples))
+            for k, samples in enumerate(self.samples)
+            if samples
+        }
+        blocks = [[1.0, 1e9, 1]]  # mean, weight and number of K, as they rise
+        for k in range(1, self.max_drafts + 1):
+            line = 1 + k * self._slope({i: m for i, m in measured.items() if i != k})
+            value, weight = measured.get(k, (line, 0))
+            total = weight + PRIOR_WEIGHT
+            mean = (value * weight + line * PRIOR_WEIGHT) / total
+            blocks.append([mean, total, 1])
+            while blocks[-2:-1] and blocks[-2][0] > blocks[-1][0]:
+                (m, w, n), (mean, weight, count) = blocks.pop(-2), blocks.pop()
+                joint = (m * w + mean * weight) / (w + weight)
+                blocks.append([joint, w + weight, n + count])
+        return [mean for mean, _, count in blocks for _ in range(count)]
+
+    @staticmethod
+    def _slope(measured: dict[int, tuple[float, int]]) -> float:
+        """Of the line through (0, 1) nearest to the measured ratios."""
+        top = sum(n * k * (value - 1) for k, (value, n) in measured.items())
+        bottom = sum(n * k * k for k, (_, n) in measured.items())
+        return max(top / bottom, 0.0) if bottom else PRIOR_SLOPE
 
     @property
     def furthest(self) -> int:
         """The largest K worth a thought: ratios far from any timing mean nothing."""
-        measured = max((k for k, seen in enumerate(self.seen) if seen), default=0)
-        return min(measured + REACH, len(self.seen) - 1)
+        measured = max((k for k, s in enumerate(self.samples) if s), default=0)
+        return min(max(2 * measured, 1), self.max_drafts)
+
+    def comparisons(self, k: int) -> int:
+        """How many timings the ratio of ``k`` rests on."""
+        return len(self.samples[k])
 
     @property
     def ready(self) -> bool:
-        """Whether the cost of a plain round is known, or all ratios from before."""
-        return self.seen[0] > 1 or any(self.seen[1:])
+        """Whether a plain round can be compared with, or something was known before."""
+        return self.plain_rounds > 1 or any(self.samples)
 
     def carried(self) -> "RoundCosts":
-        """For other circumstances (a longer text): ratios as a guess, speed unknown."""
-        new = RoundCosts(len(self.seen) - 1)
-        new.log_ratio, new.seen = list(self.log_ratio), list(self.seen)
-        new.variance = [v + (k > 0) * NOISE**2 for k, v in enumerate(self.variance)]
+        """For other circumstances (a longer text): a guess that soon gives way."""
+        new = RoundCosts(self.max_drafts)
+        new.samples = [samples[-CARRIED:] for samples in self.samples]
+        new._ratios = new._fit()
         return new
 
     def as_dict(self) -> dict:
-        return {
-            "seconds": None if self.level is None else math.exp(self.level),
-            "ratio": [math.exp(r) for r in self.log_ratio],
-            "variance": self.variance,
-            "seen": self.seen,
-        }
+        return {"log_ratios": self.samples}
 
     @classmethod
     def from_dict(cls, saved: dict) -> "RoundCosts":
         """Raises ValueError, KeyError or TypeError for anything but ``as_dict()``'s."""
-        ratios = [float(r) for r in saved["ratio"]]
-        new = cls(len(ratios) - 1)
-        new.log_ratio = [math.log(r) for r in ratios]
-        new.variance = [float(v) for v in saved["variance"]]
-        new.seen = [int(n) for n in saved["seen"]]
-        lengths = {len(ratios), len(new.variance), len(new.seen)}
-        finite = all(map(math.isfinite, [*new.log_ratio, *new.variance]))
-        if len(lengths) > 1 or not finite or min(*new.variance, *new.seen) < 0:
+        samples = [[float(x) for x in of_k] for of_k in saved["log_ratios"]]
+        if not samples or any(abs(x) > 20 or x != x for of_k in samples for x in of_k):
             raise ValueError("not a cost table")
-        return new.carried()
+        new = cls(len(samples) - 1)
+        new.samples = samples
+        new._ratios = new._fit()
+        return new
 
 
 class CostTable:
@@ -156,11 +153,10 @@ class CostTable:
     @classmethod
     def assumed(cls, max_drafts: int) -> "CostTable":
         """Costs as they may be anywhere: each draft adds the same share."""
-        costs = RoundCosts(max_drafts)
-        costs.log_ratio = [math.log(costs.ratio(k)) for k in range(max_drafts + 1)]
-        costs.seen = [1] * (max_drafts + 1)
-        new = cls(max_drafts)
-        new.by_place[1, 0] = costs
+        costs, new = RoundCosts(max_drafts), cls(max_drafts)
+        logs = [math.log(costs.ratio(k)) for k in range(max_drafts + 1)]
+        costs.samples = [[]] + [[value] for value in logs[1:]]
+        new.by_place[1, 0] = costs.carried()
         return new
 
     def as_dict(self) -> dict:
@@ -173,7 +169,7 @@ class CostTable:
         for place, costs in saved.items():
             rows, length = map(int, place.split())
             costs = RoundCosts.from_dict(costs)
-            if len(costs.seen) != max_drafts + 1:
+            if costs.max_drafts != max_drafts:
                 raise ValueError("not a cost table")
             new.by_place[rows, length] = costs
         return new
