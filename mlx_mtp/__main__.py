@@ -8,7 +8,6 @@ COMMANDS = {
     "convert": "convert_cli",
     "chat": "chat",
     "benchmark": "benchmark",
-    "doctor": "doctor",
 }
 
 
