@@ -260,7 +260,9 @@ def chat_from_args(args: argparse.Namespace) -> None:
     options = options_of(args)
     check_stop(options.pop("stop"))
     choice(1, **options)  # refuses a wrong value before the model is loaded
-    model, tokenizer = load(args.model, mtp=not args.no_mtp)
+    model, tokenizer = load(
+        args.model, mtp=not args.no_mtp, draft_model=args.draft_model
+    )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     conversation = Conversation(args, model, tokenizer)

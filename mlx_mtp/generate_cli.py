@@ -94,6 +94,11 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "form; default: the tiny demo model in the package",
     )
     parser.add_argument(
+        "--draft-model",
+        metavar="PATH",
+        help="for Gemma 4: its assistant, a directory or a Hugging Face repository",
+    )
+    parser.add_argument(
         "--num-draft-tokens",
         type=num_draft_tokens,
         default=NUM_DRAFT_TOKENS,
@@ -285,7 +290,7 @@ def generate_from_args(args: argparse.Namespace) -> None:
     file, cache = args.prompt_cache_file, None
     if file and file.exists():
         cache = load_cache(file, args.model)
-    model, tokenizer = load(args.model, mtp=args.mtp)
+    model, tokenizer = load(args.model, mtp=args.mtp, draft_model=args.draft_model)
     if args.mtp and model.mtp is None:
         raise ValueError(
             f"{args.model} has no MTP head; convert the original with convert.py, or "

@@ -20,6 +20,9 @@ from .checkpoint import MTP_FILE, MTP_PREFIX, marked_spec, read_marker
 from .cli import one_line
 from .hub import LOAD_PATTERNS, resolve
 from .models import family_of
+from .models.assistant import MODEL_TYPE as ASSISTANT
+from .models.assistant import Assistant, check_assistant
+from .models.family import Family
 from .safetensors_check import check_file
 from .source import num_target_layers, read_config
 from .stop import end_token_ids
@@ -37,6 +40,7 @@ def load(
     *,
     lazy: bool = False,
     mtp: bool = True,
+    draft_model: str | Path | None = None,
     mtp_config: dict[str, Any] | None = None,
     tokenizer_config: dict | None = None,
     revision: str | None = None,
@@ -48,6 +52,8 @@ def load(
         lazy: leave the weights on disk until they are used, which must be in the
             thread that calls this. Default: ``False``.
         mtp: attach the head if there is one. Default: ``True``.
+        draft_model: for Gemma 4, directory or repository of the model's assistant as
+            it was published; it takes the head's place. Default: none.
         mtp_config: other values for the points on which engines disagree about the
             head, such as ``{"hidden": "pre_norm"}``; see ``models.spec``. They change
             acceptance, never the output. Default: the checkpoint's.
@@ -86,6 +92,8 @@ def load(
     if mtp and marker is not None:
         spec = marked_spec(family.spec, marker).toggled(mtp_config or {})
         model.mtp = load_head(head_file, family.head(model, config, spec))
+    if mtp and draft_model is not None:
+        model.mtp = load_assistant(resolve(draft_model, LOAD_PATTERNS), model, family)
     # Before the weights are read, which can take minutes.
     tokenizer = _load_tokenizer(path, tokenizer_config)
     if not lazy:
@@ -137,6 +145,35 @@ def check_files(path: Path, config: dict[str, Any]) -> None:
                     f"{path} is in Hugging Face's raw layout; convert it first: "
                     f"python convert.py --hf-path {path} --mlx-path NEW_DIRECTORY"
                 )
+
+
+def load_assistant(path: Path, model: nn.Module, family: Family) -> Assistant:
+    """A drafter that is a checkpoint of its own.
+
+    Raises:
+        ValueError: for a model that has no such drafter, a drafter of another model, or
+            tensors that are missing, unknown or of the wrong shape.
+    """
+    if family.separate is None:
+        raise ValueError(
+            f"draft_model {path} is for Gemma 4; a {model.model_type} model drafts "
+            "with its MTP head"
+        )
+    config = read_config(path)
+    if config.get("model_type") != ASSISTANT:
+        raise ValueError(
+            f"draft_model {path} is a {config.get('model_type')} model; give "
+            f"{family.separate}"
+        )
+    weights: dict[str, mx.array] = {}
+    with _explained(path, "download the assistant again"):
+        check_assistant(config, family.target(model))
+        assistant = Assistant(config)
+        for file in sorted(path.glob("*.safetensors")):
+            check_file(file)
+            weights |= mx.load(str(file))
+        assistant.load_weights(list(weights.items()), strict=True)
+    return assistant.eval()
 
 
 def load_head(file: Path, head: nn.Module) -> nn.Module:

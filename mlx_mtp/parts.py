@@ -165,6 +165,11 @@ def check_promise(source: Source, parts: Parts) -> None:
             f"the config of {source.path} has {promise}, but there is no MTP tensor; "
             "use the original repository, or add its head with --mtp-from ORIGINAL"
         )
+    if not found and source.family.separate:
+        raise ValueError(
+            f"{source.path} has no MTP head: {source.family.separate} drafts for it; "
+            "use mlx_lm.convert, and give the drafter as --draft-model to generate.py"
+        )
     if not found:
         raise ValueError(
             f"{source.path} has no MTP head; add one with --mtp-from ORIGINAL, or use "

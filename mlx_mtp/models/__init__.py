@@ -8,6 +8,7 @@ from .deepseek_v32 import DeepseekV32
 from .ernie4_5_moe import Ernie45Moe
 from .exaone_moe import ExaoneMoe
 from .family import Family
+from .gemma4 import Gemma4
 from .glm4_moe import Glm4Moe
 from .glm4_moe_lite import Glm4MoeLite
 from .glm_moe_dsa import GlmMoeDsa
@@ -37,6 +38,7 @@ _ALL: tuple[Family, ...] = (
     LongcatFlash(),
     NemotronH(),
     Bailing(),
+    Gemma4(),
 )
 FAMILIES: dict[str, Family] = {
     model_type: family for family in _ALL for model_type in family.spec.model_types
@@ -48,8 +50,8 @@ UNSUPPORTED: dict[str, str] = {
     "deepseek_v41": "it drafts with a DSpark head, which is no MTP head",
     "qwen4_exp": f"its head works on several residual streams, and {_NO_MODEL}",
     "qwen4_exp_text": f"its head works on several residual streams, and {_NO_MODEL}",
-    "gemma4_assistant": "it is a drafter without keys and values of its own",
-    "gemma4_unified_assistant": "it is a drafter without keys and values of its own",
+    "gemma4_assistant": "it drafts for a Gemma 4 model, as its draft_model",
+    "gemma4_unified_assistant": "it is a drafter of another kind",
     "step3p7": _NO_MODEL,
     "longcat_flash_ngram": "its embedding layer keeps tokens that cannot be rewound",
     "kimi_k3": "its linear attention layers cannot be rewound",

@@ -31,6 +31,7 @@ class Family:
             weights (``from_base``).
         core, embedding, norm: names in mlx-lm's model, see :class:`Target`.
         vision_prefixes: tensors that the text model does not have.
+        separate: what drafts for the family, where that is no head of its checkpoints.
         unused: parts of names of tensors that mlx-lm's model does not have.
         raw_names: parts of names that only sources in the original layout have, where
             norms are shifted; default: convolutions tell.
@@ -43,6 +44,7 @@ class Family:
     embedding: ClassVar[str] = "embed_tokens"
     norm: ClassVar[str] = "norm"
     vision_prefixes: ClassVar[tuple[str, ...]] = ()
+    separate: ClassVar[str | None] = None
     unused: ClassVar[tuple[str, ...]] = ()
     raw_names: ClassVar[tuple[str, ...]] = ()
 

@@ -92,7 +92,11 @@ class RewindableKVCache(_BaseCache):
         self.block_start = self.offset
         self.offset = self.offset + num_new
         self.limit = end
-        return tree_map(lambda x: x[..., :end, :], (self.keys, self.values))
+        return self.written()
+
+    def written(self) -> tuple[Any, Any]:
+        """Keys and values up to ``limit``, some of them left over."""
+        return tree_map(lambda x: x[..., : self.limit, :], (self.keys, self.values))
 
     def stored(self, x: mx.array) -> Any:
         """Keys or values in the form in which they are kept."""

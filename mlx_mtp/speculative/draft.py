@@ -53,6 +53,7 @@ class Drafter:
         self.head, self.target = head, target
         self.cache = head.make_cache(batch_size) if cache is None else cache
         self.waiting: tuple[tuple[mx.array, mx.array], ...] = ()
+        self.reads: list[Any] = []  # the target's caches, for those who read them
         self.due = False  # rows were added that no draft will evaluate
 
     def embed(self, tokens: mx.array) -> mx.array:

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from .accept import pick
+from .assistant_drafter import AssistantDrafter, NoCache
 from .draft import Drafter, Made, TokenOf
 from .ranges import arange
 
@@ -96,5 +97,7 @@ def with_draft(tokens: mx.array, draft: mx.array, at: mx.array) -> mx.array:
 
 def drafter_of(head: Any, target: Any, batch_size: int, cache: Any = None) -> Drafter:
     """The drafter for a head of one module or of several."""
+    if getattr(head, "reads_target", False):
+        return AssistantDrafter(head, target, batch_size, cache or NoCache(batch_size))
     kind = ModuleDrafter if hasattr(head, "heads") else Drafter
     return kind(head, target, batch_size, cache)

@@ -86,7 +86,7 @@ def kv_quantization(
     if head_dim is None:
         raise ValueError(
             f"kv_bits {bits} is not possible for this model, whose attention reads a "
-            "latent cache (MLA); leave it out"
+            "latent cache (MLA), or keys that layers share; leave it out"
         )
     if head_dim % group_size:
         raise ValueError(

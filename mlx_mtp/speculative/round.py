@@ -151,6 +151,7 @@ class Engine:
         choose = partial(self.choose, last.position)
         for row in self.processors or ():
             row.before_drafts()
+        self.drafter.reads = self.cache
         drafts = self.drafter.draft(
             last.tokens,
             last.hidden,
