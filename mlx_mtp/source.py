@@ -121,7 +121,8 @@ class Source:
         columns = info.shape[-1]
         numpy_type, mlx_type = STORED[info.dtype]
         size = np.dtype(numpy_type).itemsize * columns
-        data = b"".join(self.read(key, start * size, stop * size))
+        pieces = self.read(key, start * size, stop * size)
+        data = b"".join(map(bytes, pieces))  # a piece does not outlive the next
         values = mx.array(np.frombuffer(data, numpy_type).reshape(-1, columns))
         if info.dtype == FP8:
             return self.scale(key).dequantize(values, start)
@@ -131,7 +132,7 @@ class Source:
         """The scales of an FP8 weight."""
         name = self.scale_key(key)
         info = self.info(name)
-        data = b"".join(self.read(name))
+        data = b"".join(map(bytes, self.read(name)))
         values = np.frombuffer(data, STORED[info.dtype][0])
         if info.dtype == "F8_E8M0":
             values = np.where(values < 255, np.exp2(values - 127.0), np.nan)
