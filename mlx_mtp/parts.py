@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .checkpoint import MTP_FILE, MTP_PREFIX
+from .copies import is_copy
 from .fp8 import ACTIVATION_SCALES, FP8
 from .layout import is_ours, quantized_line
 from .messages import count, listing
@@ -236,9 +237,7 @@ def resolve_copies(
             continue
         mains = [k for k in main if f".{k}".endswith(f".{name}")]
         mains = mains or [k for k in main if k.endswith("embed_tokens.weight")]
-        if mains and all(
-            source.same_data(key, base, mains[0]) for key in keys.values()
-        ):
+        if mains and all(is_copy(source, k, base, mains[0]) for k in keys.values()):
             for place in keys:
                 del parts.head[place]
             copies = listing(keys.values())

@@ -82,14 +82,6 @@ class Source:
         """The tensor with the scales of an FP8 weight."""
         return next((key + s for s in SCALE_SUFFIXES if key + s in self.files), None)
 
-    def same_data(self, key: str, other: "Source", other_key: str) -> bool:
-        """Whether two tensors are equal byte for byte; reads them in pieces."""
-        a, b = self.info(key), other.info(other_key)
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return False
-        pairs = zip(self.read(key), other.read(other_key), strict=True)
-        return all(one == two for one, two in pairs)
-
     def read(
         self, key: str, start: int = 0, stop: int | None = None
     ) -> Iterator[memoryview]:

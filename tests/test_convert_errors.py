@@ -211,12 +211,22 @@ def test_target_is_not_whole(refuse, raw, edit, words):
     ("key", "value"),
     [
         (DOWN.replace("weight", "qweight"), mx.zeros((8, 8), mx.int32)),
+        (DOWN.replace("weight", "qzeros"), mx.zeros((8, 8), mx.int32)),
         (DOWN.replace("weight", "weight_packed"), mx.zeros((8, 8), mx.int32)),
+        (DOWN.replace("weight", "weight_scale"), mx.zeros((64, 4), mx.uint8)),
         (DOWN.replace("weight", "weight_scale_inv"), mx.ones((1, 1))),
         (FC, mx.zeros((64, 128), mx.uint8)),
         (DOWN, mx.zeros((64, 8), mx.uint32)),
     ],
-    ids=["gptq", "packed", "fp8 scales", "8 bit head", "packed target"],
+    ids=[
+        "gptq",
+        "awq",
+        "compressed-tensors",
+        "nvfp4",
+        "fp8 scales",
+        "8 bit head",
+        "packed target",
+    ],
 )
 def test_quantised_source(refuse, raw, key, value):
     rewrite(raw, lambda w: w.update({key: value}))

@@ -221,6 +221,24 @@ def test_graft_in_other_families(name, tmp_path):
     assert config_of(tmp_path / "out") == config_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"q_group_size": 32}, {"q_bits": 8}, {"q_mode": "mxfp4"}, {"q_mode": "nvfp4"}],
+    ids=str,
+)
+def test_copies_are_recognised_when_packed(tmp_path, options):
+    """DeepSeek's head has copies of both ends; one of them is changed here."""
+    raw = family("deepseek_v3").write(tmp_path / "raw", seed=3)
+    convert(raw, tmp_path / "base", quantize=True, mtp_bits=16, **options)
+    (tmp_path / "base" / MTP_FILE).unlink()
+    edit_config(tmp_path / "base", lambda config: config.pop("mtp"))
+    key = "model.layers.3.embed_tokens.weight"
+    rewrite(raw, lambda w: w.update({key: w[key] * mx.array([1.0] * 63 + [1.5])}))
+    convert(tmp_path / "base", tmp_path / "out", mtp_from=raw)
+    marker = config_of(tmp_path / "out")["mtp"]
+    assert (marker["embedding"], marker["output"]) == ("own", "shared")
+
+
 def test_mixed_types(raw, tmp_path):
     """Each tensor keeps its own unless the config names one for all."""
     source = build(tmp_path / "in")
