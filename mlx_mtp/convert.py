@@ -40,7 +40,7 @@ from .quantization import (
 from .source import FP8_DTYPE, QUANTIZED_CONFIG, Source
 from .staging import check_free, progress, staged
 from .stream import total_bytes, write_head, write_target
-from .weights import Filled, load_head, load_target
+from .weights import Filled, load_head, load_target, unshifted_note
 
 DEFAULT_MLX_PATH = "mlx_model"
 DTYPES = ("float16", "bfloat16", "float32")
@@ -136,6 +136,7 @@ def convert(
     head = load_head(
         head_source, model.module, config, _head_dtype(dtype, source, model.module)
     )
+    notes += unshifted_note(head)
     tokenizer = _load_tokenizer(source)
 
     model, head, config, quantize_notes = _quantize(model, head, config, plan)

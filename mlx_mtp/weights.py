@@ -28,6 +28,7 @@ from .models.spec import MTPSpec
 from .rows import Traced, Transform, trace
 from .source import Source
 
+NEAR_ZERO = 0.25
 EXPERTS = re.compile(r"\.experts\.")
 Weights = dict[str, mx.array]
 
@@ -250,6 +251,27 @@ def _centred(name: str, spec: MTPSpec) -> bool:
     return f".{name}".endswith(
         tuple(f".{suffix}" for suffix in spec.zero_centred_norms)
     )
+
+
+def unshifted_note(head: Filled) -> list[str]:
+    """A warning if a head's layer has norms near 0, where scales are near 1.
+
+    A hint, no proof: it does not decide how a norm is stored.
+    """
+    values = dict(tree_flatten(head.module.parameters()))
+    means = {
+        name: value.astype(mx.float32).mean().item()
+        for name, value in values.items()
+        if "layers." in name and _centred(name, head.module.spec)
+    }
+    odd = [f"{name} {mean:.2f}" for name, mean in means.items() if mean < NEAR_ZERO]
+    if not odd:
+        return []
+    return [
+        f"norms of the MTP head are near 0 on average ({listing(odd)}); if hardly a "
+        "draft is accepted, they are stored as w for a scale of 1 + w: convert again "
+        "with --mtp-norms raw"
+    ]
 
 
 def _filled(

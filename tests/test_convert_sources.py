@@ -13,6 +13,7 @@ from families import family
 import mlx_mtp
 from mlx_mtp import convert
 from mlx_mtp.checkpoint import MTP_FILE, MTP_PREFIX
+from mlx_mtp.convert_cli import main
 
 # transformers says so of configs whose type it does not know.
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
@@ -205,6 +206,35 @@ def test_norms_of_an_unknown_form(raw, plain, stock, tmp_path, norms):
         convert(stock, tmp_path / "out", mtp_from=donor)
     convert(stock, tmp_path / "out", mtp_from=donor, mtp_norms=norms)
     assert same(head_of(tmp_path / "out"), head_of(plain))
+
+
+def test_norms_near_zero_are_noted(raw, plain, stock, tmp_path, capsys):
+    """The file says that they are shifted; they are not."""
+    donor = drafter(plain, tmp_path / "donor")
+    head = {k[4:]: v for k, v in read(raw).items() if k.startswith(MTP_PREFIX)}
+    mx.save_safetensors(str(donor / "model.safetensors"), head, {"format": "mlx"})
+    convert(stock, tmp_path / "out", mtp_from=donor)
+    printed = capsys.readouterr().out
+    assert "near 0 on average (layers.0." in printed
+    assert "--mtp-norms raw" in printed
+    convert(stock, tmp_path / "good", mtp_from=donor, mtp_norms="raw")
+    assert same(head_of(tmp_path / "good"), head_of(plain))
+    assert "near 0" not in capsys.readouterr().out
+
+
+def test_command(raw, stock, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["--hf-path", str(stock), "--mlx-path", str(out)]
+    main([*command, "--mtp-from", str(raw), "--mtp-mode", "mxfp8"])
+    assert config_of(out)["mtp"]["quantization"]["mode"] == "mxfp8"
+    capsys.readouterr()
+    out.rename(tmp_path / "done")
+    for options in (["--mtp-from", str(stock)], ["--mtp-from", "nowhere"], []):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *options])
+        error = capsys.readouterr().err
+        assert (ended.value.code, error[:7], error.count("\n")) == (1, "error: ", 1)
+        assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -114,15 +114,18 @@ def test_origin_of_rows():
         gate, up = mx.split(w["fused"], 2, axis=-2)
         stacked = mx.stack([w["b"], w["a"]])
         turned = w["t"].swapaxes(0, 1)
-        return {"gate": gate, "up": up, "s": stacked, "v": w["v"] + 1, "t": turned}
+        both = mx.stack([w["a"], w["b"]])
+        outputs = {"gate": gate, "up": up, "s": stacked, "both": both}
+        return outputs | {"v": w["v"] + 1, "t": turned}
 
     shapes = {"a": (2, 5), "b": (2, 5), "fused": (2, 4, 3), "t": (4, 4), "v": (5,)}
     names, found = trace(transform, shapes)
-    assert names == {"gate", "up", "s", "v", "t"}
-    assert found.keys() == {"gate", "up", "s"}
+    assert names == {"gate", "up", "s", "both", "v", "t"}
+    assert found.keys() == {"gate", "up", "s", "both"}
     assert found["gate"].shape == (2, 2)
     assert found["gate"].pieces == (Rows("fused", 0, 2), Rows("fused", 4, 6))
     assert found["up"].pieces == (Rows("fused", 2, 4), Rows("fused", 6, 8))
+    assert found["both"].pieces == (Rows("a", 0, 2), Rows("b", 0, 2))
     assert found["s"].pieces == (Rows("b", 0, 2), Rows("a", 0, 2))
 
 
