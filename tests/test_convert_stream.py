@@ -28,7 +28,6 @@ MODES = [
     {},
     {"dtype": "float16"},
     {"quantize": True, "q_group_size": 32},
-    {"quantize": True, "q_bits": 3},
     {"quantize": True, "q_mode": "mxfp4"},
     {"quantize": True, "q_mode": "mxfp8"},
     {"quantize": True, "q_mode": "nvfp4"},
