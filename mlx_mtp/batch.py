@@ -37,6 +37,7 @@ from .speculative.round import Engine
 from .speculative.rows import Joining
 from .speculative.rules import Called
 from .speculative.stats import SpeculationStats
+from .speculative.vocabulary import draft_vocabulary
 from .stop import StopStrings, check_stop
 
 BATCH_MAX_TOKENS = 128
@@ -271,7 +272,10 @@ class _Batch:
         if processors or isinstance(rule, Called):
             wrapped = [Processors(processors, row.ids, ends, row.limit)]
         history = None if row.cache is None else row.cache.copied().history
-        return Engine(self.target, self.head, 1, rule, wrapped, history)
+        part = draft_vocabulary(self.head, self.target, ends)
+        return Engine(
+            *(self.target, self.head, 1, rule, wrapped, history), vocabulary=part
+        )
 
     def _fill(
         self, loop: Loop, running: dict[int, _Row], waiting: deque[_Row], size: int
@@ -284,7 +288,8 @@ class _Batch:
                 block = prefill(engine, [row.ids], self.prefill_step_size)
                 mx.eval(block)
             length = engine.length + len(row.ids)
-            loop.change_rows(joining=[Joining(row.index, engine, block, length)])
+            joining = Joining(row.index, engine, block, length, row.ids)
+            loop.change_rows(joining=[joining])
             running[row.index] = row
             self.prefill_seconds += time.perf_counter() - start
 
@@ -295,7 +300,9 @@ class _Batch:
         b = result.members.index(row.index)
         tokens = result.tokens[b]
         self.speculation = self.speculation.after(
-            result.num_draft_tokens if len(row.tokens) else 0, len(tokens) - 1
+            result.num_draft_tokens if len(row.tokens) else 0,
+            len(tokens) - 1,
+            result.outside[b],
         )
         for i, token in enumerate(tokens):
             ended = token in self.tokenizer.eos_token_ids

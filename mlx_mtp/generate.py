@@ -110,6 +110,7 @@ def stream_generate(
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=prompt_progress_callback,
         end_tokens=end_tokens,
+        special_tokens=tokenizer.get_added_vocab().values(),
         prompt_cache=prompt_cache,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,

@@ -30,6 +30,7 @@ from .speculative.quantized_cache import kv_quantization
 from .speculative.round import Engine
 from .speculative.rules import Called, Rejection, Rule
 from .speculative.stats import SpeculationStats
+from .speculative.vocabulary import draft_vocabulary
 
 MAX_TOKENS = 256
 NUM_DRAFT_TOKENS: NumDraftTokens = AUTO
@@ -100,6 +101,7 @@ def steps(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: Progress | None = None,
     end_tokens: Collection[int] = (),
+    special_tokens: Collection[int] = (),
     prompt_cache: list[Any] | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = KV_GROUP_SIZE,
@@ -110,6 +112,7 @@ def steps(
 
     Args:
         end_tokens: no logits processor is called behind one of them.
+        special_tokens: that can be drafted whatever the text has shown.
         prompt_cache: holds the text before ``prompt``, and all of it in the end.
     """
     check_num_draft_tokens(num_draft_tokens)
@@ -146,8 +149,9 @@ def steps(
         rows = [Processors(processors, ids, end_tokens, max_tokens)]
     history = None if cache is None else cache.history
     head = model.mtp if drafting else None
+    vocabulary = draft_vocabulary(head, target, [*end_tokens, *special_tokens])
     loop = Loop(
-        Engine(target, head, 1, rule, rows, history, quantization),
+        Engine(target, head, 1, rule, rows, history, quantization, vocabulary),
         [ids],
         num_draft_tokens=num_draft_tokens if drafting else 0,
         max_tokens=max_tokens,
@@ -241,7 +245,9 @@ def _emit(
             (tokens,) = result.tokens
             if count == 0:
                 stats = replace(stats, notes=loop.engine.target.notes())
-            stats = stats.after(result.num_draft_tokens, len(tokens) - 1)
+            stats = stats.after(
+                result.num_draft_tokens, len(tokens) - 1, result.outside[0]
+            )
             with mx.stream(loop.stream):
                 logprobs = [result.logprobs[0, i] for i in range(len(tokens))]
             # Only then can another thread read them.

@@ -22,7 +22,7 @@ FIELDS = {
     *("text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens"),
     *("prompt_tps", "generation_tps", "peak_memory", "mtp", "k", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
-    "num_draft_tokens_per_pos",
+    *("num_draft_tokens_per_pos", "num_outside_draft_vocabulary"),
     *("acceptance_rate", "mean_acceptance_length", "cached_tokens", "notes"),
 }
 SPEED_LINES = [

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_mtp.speculative import controller
 from mlx_mtp.speculative.controller import Acceptance, Controller
-from mlx_mtp.speculative.costs import CostTable, RoundCosts
+from mlx_mtp.speculative.costs import CostTable, Place, RoundCosts
 
 MOST = 8
 VERIFY = [1, 1.03, 1.08, 1.12, 1.16, 1.25, 1.3, 1.35, 1.4]
@@ -66,9 +66,9 @@ def drive(
     rng = random.Random(seed)
     chooser = Controller(table or CostTable(MOST), before)
     run = Run(chooser, [], [], [])
-    following = chooser.choose(rows, length, MOST)
+    following = chooser.choose(Place(rows, length), MOST)
     for r in range(rounds):
-        k, following = following, chooser.choose(rows, length, MOST)
+        k, following = following, chooser.choose(Place(rows, length), MOST)
         rates = chain(profile(r) if callable(profile) else profile, k)
         accepted = [
             next((i for i, p in enumerate(rates) if rng.random() >= p), k)
@@ -77,7 +77,7 @@ def drive(
         seconds = (costs(length) if callable(costs) else costs)[k]
         seconds *= unit(r) if callable(unit) else unit
         seconds_read = seconds * rng.lognormvariate(0, noise)
-        chooser.observe(k, accepted, length, seconds_read)
+        chooser.observe(k, accepted, Place(rows, length), seconds_read)
         run.ks.append(k)
         run.tokens.append(1 + sum(accepted) / rows)
         run.seconds.append(seconds)
@@ -257,19 +257,19 @@ def test_single_pauses_do_not_count():
 
 def test_rounds_without_a_time_still_count_drafts():
     chooser = Controller(CostTable(MOST))
-    chooser.choose(1, 10, MOST)
+    chooser.choose(Place(1, 10), MOST)
     for _ in range(50):
-        chooser.choose(1, 10, MOST)
-        chooser.observe(0, [0], 10, None)
-    assert not chooser.costs.at(1, 10).ready
-    assert chooser.choose(1, 10, MOST) == 0
+        chooser.choose(Place(1, 10), MOST)
+        chooser.observe(0, [0], Place(1, 10), None)
+    assert not chooser.costs.at(Place(1, 10)).ready
+    assert chooser.choose(Place(1, 10), MOST) == 0
 
 
 def test_no_more_drafts_than_can_be_of_use():
     run = drive(CHEAP, [1.0], 60)
-    assert run.controller.choose(1, 200, MOST) > 2
-    assert run.controller.choose(1, 200, 2) == 2
-    assert run.controller.choose(1, 200, -1) == 0
+    assert run.controller.choose(Place(1, 200), MOST) > 2
+    assert run.controller.choose(Place(1, 200), 2) == 2
+    assert run.controller.choose(Place(1, 200), -1) == 0
 
 
 def test_costs_survive_a_file():
@@ -277,9 +277,9 @@ def test_costs_survive_a_file():
     drive(CHEAP, HIGH, 300, table=table)
     copy = CostTable.from_dict(json.loads(json.dumps(table.as_dict())), MOST)
     for k in (1, 2, 3):
-        want = table.at(1, 100).ratio(k)
+        want = table.at(Place(1, 100)).ratio(k)
         assert want == pytest.approx(CHEAP[k], rel=0.15)
-        assert copy.at(1, 100).ratio(k) == pytest.approx(want)
+        assert copy.at(Place(1, 100)).ratio(k) == pytest.approx(want)
     assert drive(CHEAP, HIGH, 5, table=copy).ks[0] > 0  # nothing to measure first
 
 
@@ -311,10 +311,10 @@ def test_repeatable_without_times():
         chooser = Controller(CostTable.assumed(MOST), timed=False)
         rng, ks = random.Random(3), []
         for r in range(120):
-            ks.append(chooser.choose(1, 50 + 2 * r, MOST))
+            ks.append(chooser.choose(Place(1, 50 + 2 * r), MOST))
             profile = chain(HIGH if r < 60 else NONE, ks[-1])
             n = next((i for i, p in enumerate(profile) if rng.random() >= p), ks[-1])
-            chooser.observe(ks[-1], [n], 50 + 2 * r, unit * (1 + ks[-1]))
+            chooser.observe(ks[-1], [n], Place(1, 50 + 2 * r), unit * (1 + ks[-1]))
         return ks
 
     assert run(1.0) == run(7.0)

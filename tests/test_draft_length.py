@@ -25,7 +25,7 @@ import mlx_mtp
 from mlx_mtp import draft_memory, generate_cli
 from mlx_mtp.draft_memory import AUTO, DraftMemory, costs_file, memory_of
 from mlx_mtp.speculative.controller import Controller
-from mlx_mtp.speculative.costs import CostTable
+from mlx_mtp.speculative.costs import CostTable, Place
 from mlx_mtp.speculative.draft import MOST_WAITING, Drafter
 
 PROMPT = [ord(c) for c in "any number"]
@@ -38,12 +38,12 @@ class Scripted(Controller):
         super().__init__(CostTable(8))
         self.ks, self.chosen, self.observed = iter(ks), [], []
 
-    def choose(self, rows, length, most):
+    def choose(self, place, most):
         self.chosen.append(max(0, min(next(self.ks), most)))
         return self.chosen[-1]
 
-    def observe(self, k, accepted, length, seconds):
-        self.observed.append((k, accepted, length, seconds))
+    def observe(self, k, accepted, place, seconds):
+        self.observed.append((k, accepted, place.length, seconds))
 
 
 def mixed(seed, count=400):
@@ -204,10 +204,10 @@ def test_auto_is_the_default_and_learns(noisy_dir):
     assert_same_stream(got, plain_stream(noisy_dir, PROMPT, 80))
     memory = memory_of(model)
     assert memory_of(model) is memory
-    assert memory.costs.at(1, 50).plain_rounds > 0
+    assert memory.costs.at(Place(1, 50)).plain_rounds > 0
     assert costs_file(model).exists()
     again = DraftMemory(costs_file(mlx_mtp.load(noisy_dir)[0]))
-    assert again.costs.at(1, 50).samples == memory.costs.at(1, 50).samples
+    assert again.costs.at(Place(1, 50)).samples == memory.costs.at(Place(1, 50)).samples
 
 
 def test_a_batch_has_one_k(noisy_dir):
@@ -217,18 +217,18 @@ def test_a_batch_has_one_k(noisy_dir):
     got = mlx_mtp.batch_generate(model, tokenizer, prompts, **options)
     want = mlx_mtp.batch_generate(model, tokenizer, prompts, mtp=False, **options)
     assert got.token_ids == want.token_ids
-    assert any(rows > 1 for rows, _ in memory_of(model).costs.by_place)
+    assert any(rows > 1 for rows, *_ in memory_of(model).costs.by_place)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"1 0": 3}', '{"x": {}}', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"1 0 1": 3}', '{"x": {}}', "null"])
 def test_a_useless_file_is_passed_over(tmp_path, text):
     file = tmp_path / "costs.json"
     file.write_text(text)
     memory = DraftMemory(file)
     assert memory.costs.by_place == {}
-    memory.costs.at(1, 5).add(0, 0.1)
+    memory.costs.at(Place(1, 5)).add(0, 0.1)
     memory.end(memory.begin())
-    assert list(json.loads(file.read_text())) == ["1 0"]
+    assert list(json.loads(file.read_text())) == ["1 0 1"]
     assert [p.name for p in tmp_path.iterdir()] == ["costs.json"]
 
 

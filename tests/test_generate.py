@@ -164,7 +164,7 @@ def test_defaults_are_mlx_lms(case):
     model, tokenizer, prompt, _ = case
     got = list(mlx_mtp.stream_generate(model, tokenizer, prompt))
     assert len(got) == 256 or got[-1].finish_reason == "stop"
-    assert model.draft_memory.costs.at(1, 1).plain_rounds > 0  # K is chosen
+    assert model.draft_memory.costs.by_place  # K is chosen
 
 
 def test_progress_is_mlx_lms(oracle, oracle_dir):

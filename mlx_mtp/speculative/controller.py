@@ -12,7 +12,7 @@ decided on before the round before it has been read, so decisions lag by one rou
 import math
 from collections.abc import Sequence
 
-from .costs import CostTable, RoundCosts
+from .costs import CostTable, Place, RoundCosts
 
 # Acceptance of a draft position. The evidence is a mean over about MEMORY rounds; a
 # shorter one over about 1 / RECENT rounds replaces it where the two differ by more than
@@ -73,11 +73,11 @@ class FixedLength:
     def __init__(self, num_draft_tokens: int):
         self.num_draft_tokens = num_draft_tokens
 
-    def choose(self, rows: int, length: int, most: int) -> int:
+    def choose(self, place: Place, most: int) -> int:
         return self.num_draft_tokens
 
     def observe(
-        self, k: int, accepted: Sequence[int], length: int, seconds: float | None
+        self, k: int, accepted: Sequence[int], place: Place, seconds: float | None
     ) -> None:
         """Nothing is learned."""
 
@@ -111,29 +111,28 @@ class Controller:
                 new.weight = min(old.weight, CARRIED_WEIGHT)
             self._idle = self._pause  # a new text is worth a trial
 
-    def choose(self, rows: int, length: int, most: int) -> int:
+    def choose(self, place: Place, most: int) -> int:
         """K of the next round.
 
         Args:
-            rows: of the batch.
-            length: positions in the caches.
+            place: what the costs depend on.
             most: drafts that can still be of use.
         """
-        return max(0, min(self._pick(self.costs.at(rows, length)), most))
+        return max(0, min(self._pick(self.costs.at(place)), most))
 
     def observe(
-        self, k: int, accepted: Sequence[int], length: int, seconds: float | None
+        self, k: int, accepted: Sequence[int], place: Place, seconds: float | None
     ) -> None:
         """What came of a round.
 
         Args:
             k: drafts per row.
             accepted: drafts that stood, per row.
-            length: positions in the caches.
+            place: what its costs depended on.
             seconds: the round took; None where that is not known.
         """
         if seconds is not None and self.timed:
-            self.costs.at(len(accepted), length).add(k, seconds)
+            self.costs.at(place).add(k, seconds)
         for position, rate in enumerate(self.acceptance):
             if position < k:
                 judged = sum(n >= position for n in accepted)

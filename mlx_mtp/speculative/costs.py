@@ -7,6 +7,7 @@ the table from one program to the next.
 import math
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 # A round is compared with a round of another K, without drafts if it can be, among the
 # last NEAR ones, so that what slows the machine down slows both. Of each K the last
@@ -123,6 +124,24 @@ class RoundCosts:
         return new
 
 
+class Place(NamedTuple):
+    """What costs depend on.
+
+    Args:
+        rows: of the batch.
+        length: positions in the caches.
+        whole: whether drafts come from the whole vocabulary.
+    """
+
+    rows: int
+    length: int
+    whole: bool = True
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return (self.rows, max(0, self.length.bit_length() - 10) // 2, int(self.whole))
+
+
 class CostTable:
     """``RoundCosts`` for batch sizes and lengths of the text, as they are met.
 
@@ -135,20 +154,15 @@ class CostTable:
 
     def __init__(self, max_drafts: int):
         self.max_drafts = max_drafts
-        self.by_place: dict[tuple[int, int], RoundCosts] = {}
+        self.by_place: dict[tuple[int, int, int], RoundCosts] = {}
 
-    def at(self, rows: int, length: int) -> RoundCosts:
-        place = (rows, max(0, length.bit_length() - 10) // 2)
-        if place not in self.by_place:
-            nearest = min(
-                self.by_place, key=lambda p: _distance(p, place), default=None
-            )
-            self.by_place[place] = (
-                RoundCosts(self.max_drafts)
-                if nearest is None
-                else self.by_place[nearest].carried()
-            )
-        return self.by_place[place]
+    def at(self, place: Place) -> RoundCosts:
+        key = place.key
+        if key not in self.by_place:
+            known = sorted(self.by_place, key=lambda other: _distance(other, key))
+            new = RoundCosts(self.max_drafts)
+            self.by_place[key] = self.by_place[known[0]].carried() if known else new
+        return self.by_place[key]
 
     @classmethod
     def assumed(cls, max_drafts: int) -> "CostTable":
@@ -156,24 +170,25 @@ class CostTable:
         costs, new = RoundCosts(max_drafts), cls(max_drafts)
         logs = [math.log(costs.ratio(k)) for k in range(max_drafts + 1)]
         costs.samples = [[]] + [[value] for value in logs[1:]]
-        new.by_place[1, 0] = costs.carried()
+        new.by_place[Place(1, 0).key] = costs.carried()
         return new
 
     def as_dict(self) -> dict:
-        return {f"{b} {n}": costs.as_dict() for (b, n), costs in self.by_place.items()}
+        places = self.by_place.items()
+        return {" ".join(map(str, key)): costs.as_dict() for key, costs in places}
 
     @classmethod
     def from_dict(cls, saved: dict, max_drafts: int) -> "CostTable":
         """Raises ValueError, KeyError, TypeError or AttributeError as RoundCosts."""
         new = cls(max_drafts)
         for place, costs in saved.items():
-            rows, length = map(int, place.split())
+            rows, length, whole = map(int, place.split())
             costs = RoundCosts.from_dict(costs)
-            if costs.max_drafts != max_drafts:
+            if costs.max_drafts != max_drafts or rows < 1:
                 raise ValueError("not a cost table")
-            new.by_place[rows, length] = costs
+            new.by_place[rows, length, whole] = costs
         return new
 
 
-def _distance(a: tuple[int, int], b: tuple[int, int]) -> float:
-    return abs(math.log2(a[0] / b[0])) + abs(a[1] - b[1])
+def _distance(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
+    return abs(math.log2(a[0] / b[0])) + abs(a[1] - b[1]) + abs(a[2] - b[2])

@@ -8,6 +8,7 @@ import mlx.core as mx
 from ..kernels import dispatch
 from ..kernels.greedy_head import greedy_head
 from .accept import pick
+from .vocabulary import DraftVocabulary
 
 # Positions of plain rounds that may wait for the head, which then sees them together.
 MOST_WAITING = 16
@@ -55,6 +56,7 @@ class Drafter:
         self.waiting: tuple[tuple[mx.array, mx.array], ...] = ()
         self.reads: list[Any] = []  # the target's caches, for those who read them
         self.due = False  # rows were added that no draft will evaluate
+        self.vocabulary: DraftVocabulary | None = None  # None drafts from all of it
 
     def embed(self, tokens: mx.array) -> mx.array:
         """[B, T] -> [B, T, H], of the head's own embedding if it has one."""
@@ -102,6 +104,12 @@ class Drafter:
         self.waiting = ()
 
         def token_of(head: Any, state: mx.array, index: int) -> Made:
+            part = self._part_for(head)
+            if part is not None:
+                logits = part.logits(head.normed(self.target, state))
+                if greedy:
+                    return part.tokens(mx.argmax(logits, axis=-1)), None
+                return choose(part.spread(logits), index)
             token = self.best(head, state) if greedy else None
             if token is None:
                 return choose(head.logits(self.target, state), index)
@@ -137,6 +145,13 @@ class Drafter:
             made.append(token_of(self.head, state, step))
         self.cache.rewind(offset, limit)
         return made
+
+    def _part_for(self, head: Any) -> DraftVocabulary | None:
+        """The part to draft from, if it is one of this module's output layer."""
+        part = self.vocabulary
+        if part is None or not part.active:
+            return None
+        return part if head.output_layer(self.target) is part.layer else None
 
     def best(self, head: Any, state: mx.array) -> mx.array | None:
         """A head's most likely token [B, 1], where a kernel finds it."""
@@ -188,6 +203,7 @@ class Drafter:
         """Row ``row`` as ``snapshot`` knew it."""
         cache, one = self.cache.extract(snapshot.cache, row, None), slice(row, row + 1)
         new = type(self)(self.head, self.target, 1, cache)
+        new.vocabulary = self.vocabulary
         new.waiting = tuple((t[one], h[one]) for t, h in snapshot.waiting)
         return new
 

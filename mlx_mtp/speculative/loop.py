@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from .cache import MAX_BLOCK
 from .controller import Controller, FixedLength
+from .costs import Place
 from .prefill import Progress, prefill
 from .ranges import arange
 from .round import Block, Engine
@@ -40,6 +41,8 @@ class ReadRound(NamedTuple):
         tokens: per row, the tokens it emits: accepted drafts, then one of the target's.
         num_draft_tokens: drafts per row in this round.
         logprobs: [B, T, V], lazy; row i belongs to the i-th token.
+        outside: per row, whether the token that took the place of a draft was none that
+            could be drafted.
         members: the name of each row; they change when rows leave and join.
     """
 
@@ -47,6 +50,7 @@ class ReadRound(NamedTuple):
     num_draft_tokens: int
     logprobs: mx.array
     members: tuple[int, ...]
+    outside: tuple[bool, ...] = ()
 
 
 def read(packed: mx.array) -> list[list[int]]:
@@ -172,7 +176,9 @@ class Loop:
                 self._checkpoint,
             )
             packed = self._enqueue(block)
-        clock = Clock()
+        for prompt in self.prompts:
+            self.engine.see(prompt)
+        clock, whole = Clock(), True
         for count in itertools.count(1):
             waits = self.engine.processors is not None
             with mx.stream(self.stream):
@@ -186,6 +192,7 @@ class Loop:
                 snapshot = self.engine.snapshot()
                 before = max(self.rows.known)
                 following = None if waits else self._build(block, before)
+                next_whole = self.engine.vocabulary is None
                 ahead = self._runs_ahead()
                 next_packed = self._enqueue(following) if ahead else None
                 values = read(packed)
@@ -195,7 +202,7 @@ class Loop:
             if count == 1:
                 self._report_prompt()
                 seconds = None  # the prompt's time
-            self._observe(values, block, seconds)
+            self._observe(values, block, whole, seconds)
             result = self._account(values, block, snapshot)
             with clock.held(waits):
                 yield result
@@ -203,10 +210,11 @@ class Loop:
                 with mx.stream(self.stream):
                     block = self.rows.leave(block)
                     following = block and self._build(block, before, in_flight=0)
+                    next_whole = self.engine.vocabulary is None
                     next_packed = self._enqueue(following)
             if following is None and not self.rows.joining:
                 return
-            block, packed = following, next_packed
+            block, packed, whole = following, next_packed, next_whole
             if count % CLEAR_CACHE_ROUNDS == 0:
                 mx.clear_cache()
 
@@ -324,18 +332,26 @@ class Loop:
         )
         useful = most if self.max_tokens < 0 else min(most, needed - 1)
         rows = len(self.rows.members)
-        chosen = self.controller.choose(rows, before, useful)
+        place = Place(rows, before, self.engine.vocabulary is None)
+        chosen = self.controller.choose(place, useful)
         return self.engine.round(block, min(chosen, most))
 
     def _observe(
-        self, values: list[list[int]], block: Block, seconds: float | None
+        self,
+        values: list[list[int]],
+        block: Block,
+        whole: bool,
+        seconds: float | None,
     ) -> None:
-        """Tell the controller what a round has brought; rows that just joined apart."""
+        """Tell the controller what a round has brought; rows that just joined apart.
+
+        ``whole`` says that the drafts came from the whole vocabulary.
+        """
         pairs = zip(values, self.rows.emitted, strict=True)
         accepted = [row[0] - 1 for row, emitted in pairs if emitted]
         if accepted:
-            length = max(self.rows.known)
-            self.controller.observe(block.num_draft_tokens, accepted, length, seconds)
+            place = Place(len(accepted), max(self.rows.known), whole)
+            self.controller.observe(block.num_draft_tokens, accepted, place, seconds)
 
     def _runs_ahead(self) -> bool:
         if self.depth is not None:
@@ -366,7 +382,14 @@ class Loop:
         tokens = [row[1 : 1 + row[0]] for row in rows]
         self.rows.count(tokens)
         members = self.rows.members
-        result = ReadRound(tokens, block.num_draft_tokens, block.logprobs, members)
+        result = ReadRound(
+            tokens,
+            block.num_draft_tokens,
+            block.logprobs,
+            members,
+            self._outside(tokens, block.num_draft_tokens),
+        )
+        self.engine.see(itertools.chain.from_iterable(tokens))
         start = 0
         if self._given is not None and len(self.prompts) == 1:
             start = self._given.start + len(self._given.result.tokens[0])
@@ -374,6 +397,12 @@ class Loop:
         # One assignment: an interrupt sees either the round before or this one.
         self._given = Given(result, block, snapshot, start)
         return result
+
+    def _outside(self, tokens: list[list[int]], k: int) -> tuple[bool, ...]:
+        part = self.engine.vocabulary
+        if part is None:
+            return (False,) * len(tokens)
+        return tuple(len(row) <= k and row[-1] not in part for row in tokens)
 
     @property
     def last(self) -> ReadRound | None:

@@ -1,6 +1,6 @@
 """One round as one lazy graph: draft, verify, accept, rollback. It reads nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from .module_drafter import drafter_of
 from .processors import Processors, judge_rows
 from .quantized_cache import NEVER, KVQuantization
 from .rules import Greedy, Rule
+from .vocabulary import DraftVocabulary
 
 
 class Block(NamedTuple):
@@ -94,6 +95,7 @@ class Engine:
             reads on the host.
         history: the caches of an earlier run to go on with; default: empty ones.
         quantization: of the target's KV caches; for a single row.
+        vocabulary: the part that drafts come from; None for all of it.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Engine:
         processors: Sequence[Processors] | None = None,
         history: "History | None" = None,
         quantization: KVQuantization = NEVER,
+        vocabulary: DraftVocabulary | None = None,
     ):
         self.target, self.rule = target, rule or Greedy()
         self.batch_size, self.processors = batch_size, processors
@@ -118,6 +121,7 @@ class Engine:
         self.drafter = None
         if head is not None:
             self.drafter = drafter_of(head, target, batch_size, history.head)
+            self.drafter.vocabulary = vocabulary
 
     @property
     def caches(self) -> list[Any]:
@@ -318,6 +322,17 @@ class Engine:
     def commit(self) -> None:
         for part in self._parts:
             part.commit()
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The part of the vocabulary that drafts come from, where it is in use."""
+        part = self.drafter.vocabulary if self.drafter else None
+        return part if part and part.active else None
+
+    def see(self, tokens: Iterable[int]) -> None:
+        """Tokens of the text, as they become known on the host."""
+        if self.drafter and self.drafter.vocabulary:
+            self.drafter.vocabulary.see(tokens)
 
     def due(self) -> list[mx.array]:
         """Arrays that no later round evaluates by itself: else a graph would grow."""

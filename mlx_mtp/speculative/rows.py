@@ -21,13 +21,15 @@ class Joining(NamedTuple):
         member: its name.
         engine: of this row alone; its caches are taken over.
         block: its first block.
-        length: of its prompt.
+        length: of its text.
+        prompt: its token ids.
     """
 
     member: int
     engine: Engine
     block: Block
     length: int
+    prompt: Sequence[int] = ()
 
 
 def choices_of(engine: Engine) -> list[tuple[Rule, Processors | None]]:
@@ -108,6 +110,7 @@ class Rows:
             self.known.append(row.length - 1)
             self.emitted.append(0)
             self._choices += choices_of(row.engine)
+            self.engine.see(row.prompt)
             self._fit()
         return block
 

@@ -15,6 +15,8 @@ class SpeculationStats:
         num_accepted_tokens: drafts that the target accepted.
         num_accepted_tokens_per_pos: the same by position in the draft.
         num_draft_tokens_per_pos: tokens drafted by position in the draft.
+        num_outside_draft_vocabulary: rejected drafts in whose place stood a token that
+            could not be drafted, as it is not in the draft vocabulary.
         notes: what did not run as it should on this machine, such as a kernel.
     """
 
@@ -23,6 +25,7 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_draft_tokens_per_pos: tuple[int, ...] = ()
+    num_outside_draft_vocabulary: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -37,7 +40,9 @@ class SpeculationStats:
             return 0.0
         return 1 + self.num_accepted_tokens / self.num_drafts
 
-    def after(self, num_draft_tokens: int, num_accepted: int) -> "SpeculationStats":
+    def after(
+        self, num_draft_tokens: int, num_accepted: int, outside: bool = False
+    ) -> "SpeculationStats":
         """The counters with one more round of one row."""
         if num_draft_tokens == 0:
             return self
@@ -52,6 +57,7 @@ class SpeculationStats:
             num_draft_tokens_per_pos=_one_more(
                 self.num_draft_tokens_per_pos, num_draft_tokens, num_draft_tokens
             ),
+            num_outside_draft_vocabulary=self.num_outside_draft_vocabulary + outside,
         )
 
     def as_dict(self) -> dict[str, int | float | list[int] | list[str]]:
@@ -62,6 +68,7 @@ class SpeculationStats:
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
             "num_draft_tokens_per_pos": list(self.num_draft_tokens_per_pos),
+            "num_outside_draft_vocabulary": self.num_outside_draft_vocabulary,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
             "notes": list(self.notes),
