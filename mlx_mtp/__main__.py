@@ -1,4 +1,4 @@
-"""``python -m mlx_mtp generate|convert|chat|benchmark``, as mlx-lm's command."""
+"""``python -m mlx_mtp generate|convert|chat|benchmark|doctor``, as mlx-lm's command."""
 
 import importlib
 import sys
@@ -8,6 +8,7 @@ COMMANDS = {
     "convert": "convert_cli",
     "chat": "chat",
     "benchmark": "benchmark",
+    "doctor": "doctor",
 }
 
 

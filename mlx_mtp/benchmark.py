@@ -221,6 +221,7 @@ def benchmark(
             "verify_seconds": costs.verify,
             "verify_relative": costs.relative,
             "draft_relative": costs.relative_draft,
+            "draft_whole_relative": (costs.draft_whole or 0.0) / costs.verify[0],
             "head_layer_relative": (costs.head_layer or 0.0) / costs.verify[0],
             "bandwidth_gb_s": costs.bandwidth / 1e9,
         },

@@ -19,6 +19,7 @@ from .speculative.accept import greedy_tokens, log_probs
 from .speculative.cache import MAX_BLOCK
 from .speculative.prefill import prefill
 from .speculative.round import Engine
+from .speculative.vocabulary import draft_vocabulary
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class Costs:
     Args:
         verify: of a target pass over 1 to 9 rows, output layer included.
         draft: of one draft step, output layer included; None without a head.
+        draft_whole: the same over the whole vocabulary.
         head_layer: the same without the output layer.
         weight_bytes: that a pass over one row reads of the target.
     """
 
     verify: tuple[float, ...]
     draft: float | None
+    draft_whole: float | None
     head_layer: float | None
     weight_bytes: int
 
@@ -82,13 +85,24 @@ def measure_costs(
                 return state
 
             parts["head layer"] = lambda: mx.eval(layer(), cache.state)
-            parts["draft"] = lambda: mx.eval(
+            parts["draft whole"] = lambda: mx.eval(
                 greedy_tokens(log_probs(head.logits(target, layer()))), cache.state
             )
+            vocabulary = draft_vocabulary(head, target)
+            if vocabulary is not None:
+                parts["draft"] = lambda: mx.eval(
+                    mx.argmax(vocabulary.logits(head.normed(target, layer())), axis=-1),
+                    cache.state,
+                )
         seconds = _medians(parts, repeats)
     verify = tuple(seconds[f"verify {w}"] for w in range(1, widths + 1))
+    whole = seconds.get("draft whole")
     return Costs(
-        verify, seconds.get("draft"), seconds.get("head layer"), weight_bytes(model)
+        verify,
+        seconds.get("draft", whole),
+        whole,
+        seconds.get("head layer"),
+        weight_bytes(model),
     )
 
 

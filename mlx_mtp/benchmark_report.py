@@ -30,8 +30,9 @@ def print_costs(document: dict[str, Any]) -> None:
     print(f" (plain step {1e3 * costs['verify_seconds'][0]:.1f} ms)")
     if costs["draft_relative"] is not None:
         print(
-            f"draft step: {costs['draft_relative']:.3f} of a plain step, without the "
-            f"output layer {costs['head_layer_relative']:.3f}"
+            f"draft step: {costs['draft_relative']:.3f} of a plain step; over the "
+            f"whole vocabulary {costs['draft_whole_relative']:.3f}, without the output layer "
+            f"{costs['head_layer_relative']:.3f}"
         )
     print(f"weights read in a plain step: {costs['bandwidth_gb_s']:.1f} GB/s\n")
 

@@ -77,7 +77,7 @@ def test_costs_are_of_the_right_parts(model, monkeypatch):
 
 
 def test_expected_speed_up():
-    costs = Costs((1.0, 1.1, 1.2, *[2.0] * 6), 0.2, 0.1, 10)
+    costs = Costs((1.0, 1.1, 1.2, *[2.0] * 6), 0.2, 0.3, 0.1, 10)
     assert costs.expected_speed_up(0, []) == 1
     assert costs.expected_speed_up(1, [0.5]) == pytest.approx(1.5 / 1.3)
     assert costs.expected_speed_up(2, [0.5, 0.4]) == pytest.approx(1.7 / 1.6)
