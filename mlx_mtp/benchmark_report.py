@@ -31,8 +31,8 @@ def print_costs(document: dict[str, Any]) -> None:
     if costs["draft_relative"] is not None:
         print(
             f"draft step: {costs['draft_relative']:.3f} of a plain step; over the "
-            f"whole vocabulary {costs['draft_whole_relative']:.3f}, without the output layer "
-            f"{costs['head_layer_relative']:.3f}"
+            f"whole vocabulary {costs['draft_whole_relative']:.3f}, without the output "
+            f"layer {costs['head_layer_relative']:.3f}"
         )
     print(f"weights read in a plain step: {costs['bandwidth_gb_s']:.1f} GB/s\n")
 
