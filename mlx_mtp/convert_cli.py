@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mlx_lm.convert import QUANT_RECIPES
 
-from .cli import run
+from .cli import run, terminable
 from .convert import DEFAULT_MLX_PATH, DTYPES, convert
 from .head_source import NORMS
 from .quantization import DEFAULT_MODE, MODES, make_plan
@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         make_plan(**{name: getattr(args, name) for name in PLANNED})
     except ValueError as error:
         parser.error(str(error))
-    run(lambda: convert(**vars(args)))
+    with terminable():
+        run(lambda: convert(**vars(args)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from .draft_memory import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens, memory_of
 from .models import family_of
@@ -86,9 +87,26 @@ def prompt_ids(prompt: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
 
 
 def target_of(model: nn.Module) -> Target:
-    """The model in the parts the engine uses."""
+    """The model in the parts the engine uses.
+
+    Raises:
+        ValueError: the model's layers do not run on the present device.
+    """
+    check_experts(model)
     family = family_of({"model_type": getattr(model, "model_type", None)})
     return family.target(model)
+
+
+def check_experts(model: nn.Module) -> None:
+    """MLX's CPU backend multiplies by experts in float32 or quantised only."""
+    if mx.default_device() != mx.cpu:
+        return
+    kinds = {m.weight.dtype for m in model.modules() if type(m) is SwitchLinear}
+    if kinds - {mx.float32}:
+        raise ValueError(
+            "experts that are not quantised run on MLX's CPU backend in float32 only; "
+            "convert with --dtype float32 or -q"
+        )
 
 
 def steps(

@@ -2,19 +2,24 @@
 
 import copy
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from checks import plain_stream
+from families import FAMILIES
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 from test_prompt_cache import assert_next_turn, assert_whole
 
 import mlx_mtp
+from mlx_mtp.cli import terminable
 from mlx_mtp.speculative.stats import SpeculationStats
 
 ROOT = Path(__file__).parent.parent
@@ -241,3 +246,50 @@ def test_command_line(oracle_dir):
 def test_plain_stream_is_what_these_compare_with(noisy_dir):
     assert len(plain_stream(noisy_dir, PROMPT, 3)) == 3
     assert dataclasses.is_dataclass(SpeculationStats)
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+def test_a_sampler_that_leaves_the_vocabulary(random_dir, mtp):
+    """As an index it would read past the embedding, which can end the process."""
+    model, tokenizer = mlx_mtp.load(random_dir)
+    for token in (99999, -1):
+        with pytest.raises(ValueError, match=f"the sampler returned {token}"):
+            mlx_mtp.generate(
+                model,
+                tokenizer,
+                PROMPT,
+                mtp=mtp,
+                max_tokens=4,
+                sampler=lambda logprobs, token=token: mx.array([token]),
+            )
+
+
+def test_experts_in_bfloat16_on_the_cpu(tmp_path):
+    """MLX cannot; quantised experts and float32 it can."""
+    family = next(f for f in FAMILIES if f.name == "glm4_moe")
+    family.write(tmp_path / "raw", seed=0)
+    for name, options in {
+        "bf16": {"dtype": "bfloat16"},
+        "q": {"quantize": True},
+    }.items():
+        mlx_mtp.convert(
+            str(tmp_path / "raw"), str(tmp_path / name), q_group_size=32, **options
+        )
+    model, tokenizer = mlx_mtp.load(tmp_path / "bf16")
+    with pytest.raises(ValueError, match="--dtype float32 or -q"):
+        mlx_mtp.generate(model, tokenizer, [1, 2], max_tokens=2)
+    model, tokenizer = mlx_mtp.load(tmp_path / "q")
+    assert mlx_mtp.generate(model, tokenizer, [1, 2], max_tokens=2) is not None
+
+
+def test_a_terminated_conversion_unwinds():
+    """SIGTERM ends in the same clean-up as Ctrl-C."""
+
+    def command():
+        with terminable():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 128 + signal.SIGTERM

@@ -380,6 +380,13 @@ class Loop:
                 "or a logits processor has banned every token"
             )
         tokens = [row[1 : 1 + row[0]] for row in rows]
+        vocab_size = block.logprobs.shape[-1]
+        wrong = {t for row in tokens for t in row if not 0 <= t < vocab_size}
+        if wrong:  # a sampler's: as an index it would read past the embedding
+            raise ValueError(
+                f"the sampler returned {min(wrong)}, which is no token id of the "
+                f"model's {vocab_size}"
+            )
         self.rows.count(tokens)
         members = self.rows.members
         result = ReadRound(
