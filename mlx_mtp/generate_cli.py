@@ -82,7 +82,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document and nothing else"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.draft_model is not None and not args.mtp:
+        parser.error("--draft-model drafts, so it needs --mtp")
+    return args
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
